@@ -1,0 +1,62 @@
+"""Checks shared by every class of options: exact keywords, types and ranges."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from minilora.config.errors import ConfigError, UnknownOptionError, nearest
+
+T = TypeVar("T")
+
+
+def strict_keywords(cls: type[T]) -> type[T]:
+    """Class decorator for a dataclass: an unknown keyword names the nearest valid one."""
+    plain_init: Callable[..., None] = cls.__init__
+    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+
+    @functools.wraps(plain_init)
+    def checked_init(self: T, *args: Any, **options: Any) -> None:
+        for name in options:
+            if name not in known:
+                raise UnknownOptionError(
+                    f"{cls.__name__} has no option {name!r}{nearest(name, known)}"
+                )
+        plain_init(self, *args, **options)
+
+    cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
+    return cls
+
+
+def check_int(where: str, name: str, value: Any, low: int, high: int) -> int:
+    """Return `value` if it is an integer in ``low..high``; raise a `ConfigError` otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{where}{name}={value!r} must be an integer from {low} to {high}")
+    return value
+
+
+def check_number(where: str, name: str, value: Any, low: float, high: float) -> float:
+    """Return `value` as a float if it is a finite number in ``low..high``; raise otherwise."""
+    number = not isinstance(value, bool) and isinstance(value, (int, float))
+    if not number or not math.isfinite(value) or not low <= value <= high:
+        raise ConfigError(f"{where}{name}={value!r} must be a number from {low:g} to {high:g}")
+    return float(value)
+
+
+def check_bool(where: str, name: str, value: Any) -> bool:
+    """Return `value` if it is a bool; raise a `ConfigError` otherwise."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}{name}={value!r} must be true or false")
+    return value
+
+
+def check_choice(where: str, name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """Return `value` if it is one of `choices`; raise a `ConfigError` otherwise."""
+    if value not in choices:
+        allowed = ", ".join(repr(choice) for choice in choices)
+        hint = nearest(value, choices) if isinstance(value, str) else ""
+        raise ConfigError(f"{where}{name}={value!r} must be one of {allowed}{hint}")
+    return str(value)

@@ -1,0 +1,109 @@
+"""`EngineConfig`: what the user of `LLM` chose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minilora.config.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_number,
+    strict_keywords,
+)
+from minilora.config.errors import ConfigError
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+MAX_LORA_RANK = 256  # the largest rank that the LoRA ops are built and tested for
+
+_WHERE = "LLM: "
+_RANGES = {
+    "max_loras": (1, 256),
+    "max_lora_rank": (1, MAX_LORA_RANK),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "block_size": (1, 1024),
+    "seed": (0, 2**63 - 1),
+}
+_OPTIONAL_RANGES = {
+    "max_cpu_loras": (1, 1 << 20),
+    "max_model_len": (1, 1 << 24),
+    "num_kv_blocks": (2, 1 << 30),
+}
+
+
+@strict_keywords
+@dataclass(frozen=True)
+class EngineConfig:
+    """The keywords of `LLM` (names as in vLLM where it has them).
+
+    Attributes:
+        model: folder of a Hugging Face checkpoint, or a hub id.
+        enable_lora: build the model with adapter slots.
+        max_loras: adapters that can be active in one step, i.e. slots on the device.
+        max_lora_rank: the largest rank a slot can hold (1 to 256).
+        max_cpu_loras: adapters kept in host memory; None means no limit. The least recently
+            used idle one is dropped and read again when it is needed.
+        specialize_lora: a step without any adapter runs no LoRA op (vLLM #25914).
+        specialize_active_lora: a step's LoRA grid has the size of its own number of adapters,
+            not of `max_loras` (vLLM #32005).
+        dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on CUDA
+            and float32 on a CPU, where half precision is slow.
+        device: "auto" is CUDA where there is one.
+        max_num_seqs: the most requests in one step.
+        max_num_batched_tokens: the most tokens in one step; longer prompts run in chunks.
+        max_model_len: the most tokens of prompt and answer together; None takes the
+            checkpoint's, bounded by what the KV pool holds.
+        block_size: tokens in one KV block.
+        num_kv_blocks: size of the KV pool; None sizes it from memory. One block more is made
+            for padding rows.
+        gpu_memory_utilization: share of the GPU's memory that weights, slots, activations and
+            KV pool may fill together.
+        adapter_root: if set, adapters are read from below this folder only.
+        seed: for requests that bring no seed of their own.
+
+    Raises:
+        ConfigError: a value out of range, by name; an unknown keyword with the nearest one.
+    """
+
+    model: str
+    enable_lora: bool = False
+    max_loras: int = 4
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    specialize_lora: bool = True
+    specialize_active_lora: bool = True
+    dtype: str = "auto"
+    device: str = "auto"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    max_model_len: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    adapter_root: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            check_int(_WHERE, name, getattr(self, name), low, high)
+        for name, (low, high) in _OPTIONAL_RANGES.items():
+            if getattr(self, name) is not None:
+                check_int(_WHERE, name, getattr(self, name), low, high)
+        for name in ("enable_lora", "specialize_lora", "specialize_active_lora"):
+            check_bool(_WHERE, name, getattr(self, name))
+        check_choice(_WHERE, "dtype", self.dtype, DTYPES)
+        check_number(_WHERE, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        self._check_together()
+
+    def _check_together(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"{_WHERE}max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
+                f"max_num_seqs={self.max_num_seqs}, so that every request can add one token a step"
+            )
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"{_WHERE}max_cpu_loras={self.max_cpu_loras} must be at least "
+                f"max_loras={self.max_loras}: every adapter in a slot is also kept on the CPU"
+            )

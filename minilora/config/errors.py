@@ -1,0 +1,47 @@
+"""The errors of minilora: each is one sentence with the field, the value and the way out.
+
+All derive from `MiniloraError`, which is a `ValueError`, so that code written against
+vLLM or transformers (both raise `ValueError` for bad input) keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MiniloraError(ValueError):
+    """Base class of every error that minilora raises for something the user can mend."""
+
+
+class ConfigError(MiniloraError):
+    """An option, or a field of a `config.json`, is out of range or not supported."""
+
+
+class UnknownOptionError(ConfigError, TypeError):
+    """A keyword that does not exist; the message names the nearest one that does."""
+
+
+class CheckpointError(MiniloraError):
+    """A checkpoint folder is incomplete, damaged, or describes a model minilora cannot run."""
+
+
+class AdapterError(MiniloraError):
+    """An adapter folder is incomplete, damaged, unsupported, or does not fit the model."""
+
+
+class RequestError(MiniloraError):
+    """A prompt or its sampling parameters cannot be served."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the closest of `known`, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def known_names(names: Iterable[str], most: int = 12) -> str:
+    """Return a short, sorted list of names for an error message (``"none"`` where empty)."""
+    ordered = sorted(names)
+    shown = ", ".join(repr(name) for name in ordered[:most])
+    return (shown or "none") + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -1,0 +1,46 @@
+"""`LoRARequest`: which adapter a prompt wants."""
+
+from __future__ import annotations
+
+import os
+
+
+class LoRARequest:
+    """The adapter for one prompt: its `name`, and the PEFT folder it is read from.
+
+    The first use of a name loads it. The same name and path opens no file again;
+    the same name with another path is a reload (a new version, see `AdapterSlots`).
+    `path` may be left out for an adapter that is loaded already.
+
+    vLLM's class takes ``(lora_name, lora_int_id, lora_path)``. minilora needs no integer id,
+    so that form is refused with a sentence that shows the right one.
+
+    Raises:
+        TypeError: for vLLM's form, or arguments that are no text.
+    """
+
+    __slots__ = ("name", "path")
+
+    def __init__(self, name: str, path: str | os.PathLike[str] | None = None, *rest: object):
+        if rest or isinstance(path, int):
+            folder = next(x for x in (*rest, "path") if isinstance(x, (str, os.PathLike)))
+            raise TypeError(
+                f"LoRARequest takes a name and a path, no integer id: "
+                f"write LoRARequest({name!r}, {str(folder)!r})"
+            )
+        if not isinstance(name, str) or not name.strip():
+            raise TypeError(f"LoRARequest name={name!r} must be a text that is not empty")
+        if path is not None and not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"LoRARequest path={path!r} must be the path of an adapter folder")
+        self.name = name
+        self.path = None if path is None else os.fspath(path)
+
+    def __repr__(self) -> str:
+        return f"LoRARequest({self.name!r}, {self.path!r})"
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, LoRARequest)
+        return same and (self.name, self.path) == (other.name, other.path)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))

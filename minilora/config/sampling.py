@@ -1,0 +1,108 @@
+"""`SamplingParams`: how the tokens of one request are chosen (names and defaults as in vLLM)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from minilora.config.checks import check_bool, check_int, check_number, strict_keywords
+from minilora.config.errors import ConfigError
+
+_WHERE = "SamplingParams: "
+_LARGEST_TOKEN = 2**31 - 1
+
+
+@strict_keywords
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample the tokens of one request. Fields, defaults and meanings follow vLLM.
+
+    Attributes:
+        n: answers for each prompt; answer ``i`` of a seeded request uses ``seed + i``.
+        temperature: 0 is greedy (the lowest token id wins an exact tie).
+        top_k: sample among the k most likely tokens; 0 or -1 means all of them.
+        top_p: sample among the most likely tokens that together reach this probability.
+        min_p: drop tokens less likely than `min_p` times the most likely one.
+        repetition_penalty: over 1 discourages the tokens of the prompt and the answer
+            (CTRL, arXiv:1909.05858: positive logits are divided by it, others multiplied).
+        seed: makes this request's draws repeatable, whatever else is in the batch.
+        max_tokens: the most tokens to generate; the answer also ends at `max_model_len`.
+        min_tokens: no end token and no stop token before this many.
+        stop: texts that end the answer; the text returned stops before the first of them.
+        stop_token_ids: tokens that end the answer like an end token.
+        ignore_eos: go on after an end token of the model.
+        logprobs: return the log probabilities of this many most likely tokens, and of the
+            sampled one, for every generated token (of the raw logits, as in vLLM).
+
+    Raises:
+        ConfigError: a value out of range, by name; an unknown keyword with the nearest one.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        check_int(_WHERE, "n", self.n, 1, 1024)
+        check_number(_WHERE, "temperature", self.temperature, 0.0, 100.0)
+        check_int(_WHERE, "top_k", self.top_k, -1, _LARGEST_TOKEN)
+        if check_number(_WHERE, "top_p", self.top_p, 0.0, 1.0) == 0.0:
+            raise ConfigError(f"{_WHERE}top_p=0 leaves no token; use temperature=0 for greedy")
+        check_number(_WHERE, "min_p", self.min_p, 0.0, 1.0)
+        if check_number(_WHERE, "repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
+            raise ConfigError(f"{_WHERE}repetition_penalty=0 divides by zero; 1.0 means none")
+        if self.seed is not None:
+            check_int(_WHERE, "seed", self.seed, 0, 2**63 - 1)
+        check_int(_WHERE, "max_tokens", self.max_tokens, 1, 2**31 - 1)
+        check_int(_WHERE, "min_tokens", self.min_tokens, 0, self.max_tokens)
+        check_bool(_WHERE, "ignore_eos", self.ignore_eos)
+        if self.logprobs is not None:
+            check_int(_WHERE, "logprobs", self.logprobs, 0, 1024)
+
+    def _check_stops(self) -> None:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for text in stops:
+            if not isinstance(text, str) or not text:
+                raise ConfigError(f"{_WHERE}stop={self.stop!r} must hold texts that are not empty")
+        object.__setattr__(self, "stop_strings", stops)
+        for token in self.stop_token_ids or ():
+            check_int(_WHERE, "stop_token_ids", token, 0, _LARGEST_TOKEN)
+
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
+        """Return the defaults that a checkpoint's `generation_config.json` asks for, as vLLM does.
+
+        Raises:
+            ConfigError: one of its fields is out of range.
+        """
+        fields = {
+            "temperature": "temperature",
+            "top_k": "top_k",
+            "top_p": "top_p",
+            "min_p": "min_p",
+            "repetition_penalty": "repetition_penalty",
+            "max_new_tokens": "max_tokens",
+        }
+        found = {ours: config[theirs] for theirs, ours in fields.items() if config.get(theirs)}
+        return cls(**found)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
