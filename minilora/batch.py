@@ -1,0 +1,230 @@
+"""What one step is: the batch on the host, its descriptor, and the fixed tensors it is written to.
+
+`Batch` (lists) -> `StepBuffers.write` -> `StepContext` (the tensor views one forward reads).
+The complete padded step is built in NumPy and uploaded in one copy: there is no "update only
+the first n rows", so a row cannot be stale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minilora.ops.kernel_meta import NO_LORA, KernelMeta
+from minilora.ops.packed import PackedInts
+
+__all__ = ["NO_LORA", "Batch", "BatchDescriptor", "BatchRow", "StepBuffers", "StepContext"]
+
+PADDING_BLOCK = 0  # the KV block that belongs to nobody; padding rows write to its slot 0
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """What a step looks like to a graph: everything but the contents of its tensors.
+
+    Attributes:
+        num_tokens: rows, padding included.
+        num_active_loras: groups in the grid of the LoRA ops; 0 runs no LoRA op at all.
+        uniform: every request has exactly one row (pure decode).
+    """
+
+    num_tokens: int
+    num_active_loras: int
+    uniform: bool
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether the step runs the LoRA ops (vLLM #25914)."""
+        return self.num_active_loras > 0
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One request's share of a step.
+
+    Attributes:
+        token_ids: the tokens to compute now (one when decoding, a chunk of a prompt before).
+        start: tokens of the request computed before.
+        block_ids: its KV blocks, enough for ``start + len(token_ids)`` tokens.
+        lora_slot: its adapter's slot, or `NO_LORA`.
+        samples: whether its last token's logits are wanted.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    lora_slot: int
+    samples: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The requests of one step: those with one token first, then those with more."""
+
+    rows: tuple[BatchRow, ...]
+
+    def __post_init__(self) -> None:
+        lengths = [len(row.token_ids) for row in self.rows]
+        single = lengths.count(1)
+        if 0 in lengths or any(length != 1 for length in lengths[:single]):
+            raise ValueError("a Batch lists requests with one token first, none without a token")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute, over all requests."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether every request has exactly one token."""
+        return all(len(row.token_ids) == 1 for row in self.rows)
+
+    @property
+    def num_real_loras(self) -> int:
+        """Distinct adapters; ``-1`` is none."""
+        return len({row.lora_slot for row in self.rows} - {NO_LORA})
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """The views that one forward reads. T rows, R requests that decode or prefill.
+
+    Attributes:
+        input_ids: int32 ``[T]``; only read, see `minilora.ops.embedding`.
+        positions: int32 ``[T]``, of each token in its request.
+        slot_mapping: int32 ``[T]``, where each token's key and value go.
+        block_tables: int32 ``[R, blocks]``; the decoding requests come first.
+        context_lens: int32 ``[R]``, tokens in each context, the new ones included.
+        num_decodes: requests (= rows) of the decode part.
+        max_context_len: bound of the decode part's contexts.
+        prefill_query_lens: new tokens of each prefilling request.
+        prefill_context_lens: contexts of the same.
+        sample_indices: int32 ``[N]``, the rows whose logits are wanted.
+        meta: adapter routing of the T rows.
+        sample_meta: adapter routing of the N sampled rows (they were gathered).
+        num_active_loras: groups in the grid; 0 runs no LoRA op.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    num_decodes: int
+    max_context_len: int
+    prefill_query_lens: tuple[int, ...]
+    prefill_context_lens: tuple[int, ...]
+    sample_indices: torch.Tensor
+    meta: KernelMeta
+    sample_meta: KernelMeta
+    num_active_loras: int
+
+
+class StepBuffers:
+    """The fixed tensors of every step, in one allocation.
+
+    Args:
+        max_num_tokens: the most rows of a step, padding included.
+        max_num_seqs: the most requests of a step.
+        max_blocks: the most KV blocks of one request.
+        block_size: tokens in a KV block.
+        max_loras: adapter slots (0 without LoRA).
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_blocks: int,
+        block_size: int,
+        max_loras: int,
+        device: torch.device | str,
+    ) -> None:
+        self.block_size, self.max_blocks = block_size, max_blocks
+        sizes = {
+            "input_ids": max_num_tokens,
+            "positions": max_num_tokens,
+            "slot_mapping": max_num_tokens,
+            "block_tables": max_num_seqs * max_blocks,
+            "context_lens": max_num_seqs,
+            "sample_indices": max_num_seqs,
+            **KernelMeta.sizes(max_num_tokens, max_loras, "token."),
+            **KernelMeta.sizes(max_num_seqs, max_loras, "sample."),
+        }
+        self.packed = PackedInts(sizes, device)
+        self.meta = KernelMeta(max_num_tokens, max_loras, packed=self.packed, prefix="token.")
+        self.sample_meta = KernelMeta(max_num_seqs, max_loras, packed=self.packed, prefix="sample.")
+        self._tables = self.packed.host["block_tables"].reshape(max_num_seqs, max_blocks)
+
+    def write(self, batch: Batch, descriptor: BatchDescriptor) -> StepContext:
+        """Write the whole padded step, upload it in one copy, and return its views."""
+        rows, padded = batch.rows, descriptor.num_tokens
+        self._write_tokens(rows)
+        self._write_requests(rows)
+        sampled = self._write_samples(rows)
+        lengths = [len(row.token_ids) for row in rows]
+        slots = np.repeat([row.lora_slot for row in rows], lengths)
+        sample_slots = [row.lora_slot for row in rows if row.samples]
+        self.meta.write(slots, padded, descriptor.num_active_loras)
+        self.sample_meta.write(sample_slots, sampled, descriptor.num_active_loras)
+        self.packed.upload()
+        return self._views(rows, descriptor, sampled)
+
+    def _write_tokens(self, rows: Sequence[BatchRow]) -> None:
+        host = self.packed.host
+        host["input_ids"].fill(0)
+        host["positions"].fill(0)
+        host["slot_mapping"].fill(PADDING_BLOCK * self.block_size)
+        at = 0
+        for row in rows:
+            end = at + len(row.token_ids)
+            positions = np.arange(row.start, row.start + len(row.token_ids))
+            blocks = np.asarray(row.block_ids)[positions // self.block_size]
+            host["input_ids"][at:end] = row.token_ids
+            host["positions"][at:end] = positions
+            host["slot_mapping"][at:end] = blocks * self.block_size + positions % self.block_size
+            at = end
+
+    def _write_requests(self, rows: Sequence[BatchRow]) -> None:
+        lens = self.packed.host["context_lens"]
+        lens.fill(0)
+        self._tables.fill(PADDING_BLOCK)
+        for i, row in enumerate(rows):
+            lens[i] = row.start + len(row.token_ids)
+            self._tables[i, : len(row.block_ids)] = row.block_ids
+
+    def _write_samples(self, rows: Sequence[BatchRow]) -> int:
+        ends = np.cumsum([len(row.token_ids) for row in rows])
+        last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]
+        indices = self.packed.host["sample_indices"]
+        indices[: len(last)] = last
+        indices[len(last) :] = 0
+        return len(last)
+
+    def _views(
+        self, rows: Sequence[BatchRow], descriptor: BatchDescriptor, sampled: int
+    ) -> StepContext:
+        device = self.packed.device
+        contexts = [row.start + len(row.token_ids) for row in rows]
+        decodes = sum(len(row.token_ids) == 1 for row in rows)
+        requests = descriptor.num_tokens if descriptor.uniform else len(rows)
+        tables = device["block_tables"].view(-1, self.max_blocks)[:requests]
+        return StepContext(
+            input_ids=device["input_ids"][: descriptor.num_tokens],
+            positions=device["positions"][: descriptor.num_tokens],
+            slot_mapping=device["slot_mapping"][: descriptor.num_tokens],
+            block_tables=tables,
+            context_lens=device["context_lens"][:requests],
+            num_decodes=requests if descriptor.uniform else decodes,
+            max_context_len=max(contexts[:decodes], default=0),
+            prefill_query_lens=tuple(len(row.token_ids) for row in rows[decodes:]),
+            prefill_context_lens=tuple(contexts[decodes:]),
+            sample_indices=device["sample_indices"][:sampled],
+            meta=self.meta,
+            sample_meta=self.sample_meta,
+            num_active_loras=descriptor.num_active_loras,
+        )

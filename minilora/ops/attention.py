@@ -1,0 +1,174 @@
+"""Paged attention: the contract, and bodies on `scaled_dot_product_attention`.
+
+The KV cache of a layer is two tensors ``[num_blocks, block_size, Hkv, D]``. A request's tokens
+lie in the blocks of its row of `block_tables`; block 0 belongs to nobody and takes what padding
+rows write. A step's rows come in two parts: first the decode rows (one token a request), whose
+shapes depend on no data, so that they can be frozen in a graph; then the prefill tokens, whose
+lengths are explicit ints.
+
+Legend: T tokens, R requests, Hq query heads, Hkv key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+@torch.library.custom_op("minilora::store_kv", mutates_args=("k_cache", "v_cache"))
+def store_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write the keys and values of T tokens, ``[T, Hkv, D]``, to their KV slots.
+
+    `slot_mapping` ``[T]`` holds ``block * block_size + offset``; 0 (in block 0) for padding
+    rows, so that they never touch a live entry (a -1 would be the last slot of the pool).
+    """
+    slots = slot_mapping.long()
+    k_cache.flatten(0, 1).index_copy_(0, slots, k.to(k_cache.dtype))
+    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
+
+
+@store_kv.register_fake
+def _store_kv_nothing(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    return None
+
+
+@torch.library.custom_op("minilora::decode_attention", mutates_args=())
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """Attend from one new token of each request to all of its context.
+
+    Args:
+        q: ``[R, Hq, D]``.
+        k_cache: ``[num_blocks, block_size, Hkv, D]``; `v_cache` alike.
+        v_cache: as `k_cache`.
+        block_tables: int32 ``[R, blocks]``, the blocks of each request; 0 where it has none.
+        context_lens: int32 ``[R]``, tokens of the context, the new one included. A padding
+            row has 0 and gets zeros.
+        max_context_len: at least the largest of `context_lens`; in a graph, the largest
+            that any replay may have.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[R, Hq, D]``. What lies in blocks that a request does not own, or beyond its context
+        in its last block, has no influence, not even a NaN.
+    """
+    block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    blocks = block_tables[:, : -(-max_context_len // block_size)].long()
+    keys = k_cache[blocks].flatten(1, 2)  # [R, L, Hkv, D]
+    values = v_cache[blocks].flatten(1, 2)
+    position = torch.arange(keys.shape[1], device=q.device)
+    owned = position < context_lens[:, None]  # [R, L]
+    # 0 x NaN is NaN: mask what is not owned in K and V themselves, not only in the scores.
+    keys = keys.masked_fill(~owned[:, :, None, None], 0.0).transpose(1, 2)  # [R, Hkv, L, D]
+    values = values.masked_fill(~owned[:, :, None, None], 0.0).transpose(1, 2)
+    # A row of length 0 attends to one zero, so that its softmax is defined.
+    allowed = (owned | (position == 0))[:, None, None, :]  # [R, 1, 1, L]
+    grouped = q.unflatten(1, (kv_heads, -1))  # [R, Hkv, G, D]: the heads of a group as rows
+    out = scaled_dot_product_attention(
+        grouped, keys.to(q.dtype), values.to(q.dtype), attn_mask=allowed, scale=scale
+    )
+    return out.flatten(1, 2).contiguous()
+
+
+@decode_attention.register_fake
+def _decode_shape(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_context_len: int,
+    scale: float,
+) -> torch.Tensor:
+    return q.new_empty(q.shape)
+
+
+@torch.library.custom_op("minilora::prefill_attention", mutates_args=())
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    """Attend from a run of new tokens of each request to all of its context, causally.
+
+    Args:
+        q: ``[T, Hq, D]``, the requests' new tokens one after another.
+        k_cache: ``[num_blocks, block_size, Hkv, D]``; `v_cache` alike.
+        v_cache: as `k_cache`.
+        block_tables: int32 ``[R, blocks]``.
+        query_lens: new tokens of each request (a chunk of a prompt, say).
+        context_lens: tokens of each context, the new ones included.
+        scale: multiplies the scores.
+
+    Returns:
+        ``[T, Hq, D]``.
+    """
+    out = torch.empty_like(q)
+    start = 0
+    lengths = zip(query_lens, context_lens, strict=True)
+    for request, (query_len, context_len) in enumerate(lengths):
+        rows = slice(start, start + query_len)
+        blocks = block_tables[request, : -(-context_len // k_cache.shape[1])].long()
+        keys = k_cache[blocks].flatten(0, 1)[:context_len]  # [L, Hkv, D]
+        values = v_cache[blocks].flatten(0, 1)[:context_len]
+        out[rows] = _causal_attention(q[rows], keys, values, scale)
+        start += query_len
+    return out
+
+
+@prefill_attention.register_fake
+def _prefill_shape(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    scale: float,
+) -> torch.Tensor:
+    return torch.empty_like(q)
+
+
+def _causal_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """One request: q ``[N, Hq, D]`` are the last N of the L tokens of keys and values."""
+    new, context, kv_heads = q.shape[0], keys.shape[0], keys.shape[1]
+    grouped = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [Hkv, G, N, D]
+    group = grouped.shape[1]
+    keys = keys.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)  # [Hkv, G, L, D]
+    values = values.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)
+    whole = new == context
+    mask = None
+    if not whole:
+        position = torch.arange(context, device=q.device)
+        mask = position <= position[-new:, None]  # [N, L]
+    out = scaled_dot_product_attention(
+        grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1, 2)  # [N, Hq, D]
