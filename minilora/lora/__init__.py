@@ -1,0 +1,1 @@
+"""Which adapter does it: reading adapters, keeping them in slots, and the layers that use them."""

@@ -1,0 +1,199 @@
+"""`AdapterRegistry`: the adapters in host memory, by name and version.
+
+Loading a name again makes a new version. Requests hold the version they came with, so a
+running one finishes on its own weights while new requests get the new ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minilora.config.errors import AdapterError, known_names, nearest
+from minilora.lora.adapter import Adapter
+
+
+@dataclass(eq=False)
+class AdapterVersion:
+    """One loaded version of a named adapter, and who uses it.
+
+    Attributes:
+        adapter: its weights, or None while they are dropped to keep to `max_cpu_loras`.
+        digest: of the files it was read from; a later read must match.
+        users: requests that hold it, waiting ones included.
+        running: requests that need it in a slot now.
+        retired: unloaded, or replaced by a newer version; no new request gets it.
+        slot: its row in the stacked weights, or None.
+    """
+
+    name: str
+    version: int
+    path: str
+    digest: str
+    rank: int
+    adapter: Adapter | None
+    users: int = 0
+    running: int = 0
+    pinned: bool = False
+    retired: bool = False
+    slot: int | None = None
+    last_used: int = field(default=0)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing needs its weights right now."""
+        return self.running == 0 and not self.pinned
+
+
+class AdapterRegistry:
+    """Names, versions and host memory; `AdapterSlots` adds the device.
+
+    Args:
+        read: reads and checks an adapter folder: ``read(name, path)``.
+        max_cpu_loras: adapters whose weights are kept; None means no limit.
+        on_drop: called with a version whose weights leave host memory.
+        lock: guards the registry and the slots together.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str, str], Adapter],
+        max_cpu_loras: int | None,
+        on_drop: Callable[[AdapterVersion], None],
+        lock: threading.RLock,
+    ) -> None:
+        self._read, self._limit, self._on_drop = read, max_cpu_loras, on_drop
+        self._current: dict[str, AdapterVersion] = {}
+        self._held: set[AdapterVersion] = set()  # versions whose weights are in host memory
+        self._clock, self._versions = itertools.count(1), itertools.count(1)
+        self._first_use = threading.Lock()  # two threads that use a new name load it once
+        self._lock = lock
+
+    def load(self, name: str, path: str) -> AdapterVersion:
+        """Read `path` anew and make it the current version of `name`.
+
+        The files are read outside the lock, so requests go on meanwhile.
+        """
+        adapter = self._read(name, path)
+        with self._lock:
+            version = AdapterVersion(
+                name, next(self._versions), path, adapter.digest, adapter.max_rank, None
+            )
+            self.retire(name)
+            self._current[name] = version
+            self._keep(version, adapter)
+            return version
+
+    def find_or_load(self, name: str, path: str | None) -> AdapterVersion:
+        """Return the current version of `name`, loading `path` at its first use.
+
+        The same name and path opens no file; another path is a reload. Two threads that use
+        a new name at once load it once.
+
+        Raises:
+            AdapterError: an unknown name without a path, or what reading the folder found.
+        """
+        if path is None:
+            return self.get(name)
+        return self._loaded_from(name, path) or self._load_once(name, path)
+
+    def _load_once(self, name: str, path: str) -> AdapterVersion:
+        with self._first_use:
+            return self._loaded_from(name, path) or self.load(name, path)
+
+    def _loaded_from(self, name: str, path: str) -> AdapterVersion | None:
+        current = self._current.get(name)
+        same = current is not None and os.path.realpath(path) == os.path.realpath(current.path)
+        return current if same else None
+
+    def get(self, name: str) -> AdapterVersion:
+        """Return the current version of `name`; an unknown one lists the known names."""
+        current = self._current.get(name)
+        if current is None:
+            raise AdapterError(self.unknown(name))
+        return current
+
+    def unknown(self, name: str) -> str:
+        """Return the sentence that says that `name` is not loaded."""
+        known = list(self._current)
+        return (
+            f"adapter {name!r} is not loaded{nearest(name, known)}; "
+            f"loaded: {known_names(known)}; give its folder to load it"
+        )
+
+    def current(self) -> list[AdapterVersion]:
+        """Return the current version of every name, sorted by name."""
+        with self._lock:
+            return [self._current[name] for name in sorted(self._current)]
+
+    def retire(self, name: str) -> AdapterVersion | None:
+        """Let no new request have the current version of `name`; free it when unused."""
+        with self._lock:
+            version = self._current.pop(name, None)
+            if version is not None:
+                version.retired, version.pinned = True, False
+                self.free_if_done(version)
+            return version
+
+    def acquire(self, version: AdapterVersion) -> None:
+        """Count one more request that will use `version`."""
+        with self._lock:
+            version.users += 1
+
+    def release(self, version: AdapterVersion) -> None:
+        """Count one request less; a retired version is freed with its last user."""
+        with self._lock:
+            version.users -= 1
+            self.free_if_done(version)
+
+    def free_if_done(self, version: AdapterVersion) -> None:
+        """Drop a retired version that nobody uses any more."""
+        if version.retired and version.users == 0:
+            self._drop(version)
+
+    def touch(self, version: AdapterVersion) -> None:
+        """Mark `version` as the most recently used."""
+        version.last_used = next(self._clock)
+
+    def weights(self, version: AdapterVersion) -> Adapter:
+        """Return the weights of `version`, reading them again if they were dropped.
+
+        Raises:
+            AdapterError: the files are gone or are not those that were loaded.
+        """
+        with self._lock:
+            if version.adapter is None:
+                adapter = self._read(version.name, version.path)
+                if adapter.digest != version.digest:
+                    raise AdapterError(
+                        f"adapter {version.name!r}: the files in {version.path} changed after it "
+                        "was loaded and its weights were dropped (max_cpu_loras); "
+                        "load it again to use the new ones"
+                    )
+                if not self._keep(version, adapter):
+                    return adapter
+            assert version.adapter is not None
+            return version.adapter
+
+    def _keep(self, version: AdapterVersion, adapter: Adapter) -> bool:
+        """Hold the weights, dropping the least recently used idle ones over the limit.
+
+        Where all others are busy, the new weights are not held but read again when needed.
+        """
+        self.touch(version)
+        idle = sorted((held for held in self._held if held.idle), key=lambda held: held.last_used)
+        while self._limit is not None and len(self._held) >= self._limit:
+            if not idle:
+                return False
+            self._drop(idle.pop(0))
+        version.adapter = adapter
+        self._held.add(version)
+        return True
+
+    def _drop(self, version: AdapterVersion) -> None:
+        self._held.discard(version)
+        version.adapter = None
+        self._on_drop(version)
