@@ -1,0 +1,83 @@
+"""`Llama`: the decoder, from token ids to hidden states to logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from minilora.batch import StepContext
+from minilora.config.model import ModelConfig
+from minilora.lora.layers import (
+    LayerOptions,
+    LoraEmbedding,
+    LoraLayer,
+    LoraLmHead,
+    LoraMergedLinear,
+)
+from minilora.model.layers import MLP, Attention, RMSNorm, RotaryEmbedding
+
+
+class LlamaLayer(nn.Module):
+    """One decoder layer: attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, index: int, config: ModelConfig, rope: RotaryEmbedding, o: LayerOptions):
+        super().__init__()
+        prefix = f"model.layers.{index}"
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", hidden, eps, o)
+        self.attention = Attention(f"{prefix}.self_attn", config, rope, o)
+        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", hidden, eps, o)
+        self.mlp = MLP(f"{prefix}.mlp", config, o)
+
+    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """``[T, H] -> [T, H]``."""
+        x = x + self.attention(self.input_norm(x), step)
+        return x + self.mlp(self.post_norm(x), step)  # type: ignore[no-any-return]
+
+
+class Llama(nn.Module):
+    """A Llama (arXiv:2307.09288, 2407.21783) whose projections carry adapter slots.
+
+    Weights are uninitialised until `minilora.model.weights.load_weights` fills them.
+
+    Args:
+        config: the model's sizes and switches.
+        max_model_len: positions that the rotary table covers.
+        options: dtype, device and adapter slots of every layer.
+    """
+
+    def __init__(self, config: ModelConfig, max_model_len: int, options: LayerOptions) -> None:
+        super().__init__()
+        self.config = config
+        rope = RotaryEmbedding(config.rope, config.head_dim, max_model_len, options.device)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embed_tokens = LoraEmbedding("model.embed_tokens", vocab, hidden, options)
+        self.layers = nn.ModuleList(
+            LlamaLayer(index, config, rope, options) for index in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, options)
+        tied = self.embed_tokens.weight if config.tie_word_embeddings else None
+        self.lm_head = LoraLmHead("lm_head", hidden, vocab, options, tied)
+
+    def forward(self, step: StepContext) -> torch.Tensor:
+        """Return the hidden states ``[T, H]`` of a step, after the last norm."""
+        x = self.embed_tokens(step)
+        for layer in self.layers:
+            x = layer(x, step)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
+        """Return float32 logits ``[N, vocab]`` of the step's N sampled rows."""
+        return self.lm_head(hidden[step.sample_indices], step)  # type: ignore[no-any-return]
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name in a checkpoint, the weight or the part of one that it fills)."""
+        for module in self.modules():
+            if isinstance(module, (LoraMergedLinear, LoraEmbedding, LoraLmHead, RMSNorm)):
+                yield from module.checkpoint_tensors()
+
+    def lora_layers(self) -> Iterator[LoraLayer]:
+        """Yield every layer that has adapter slots."""
+        return (module for module in self.modules() if isinstance(module, LoraLayer))
