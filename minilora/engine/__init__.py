@@ -1,0 +1,1 @@
+"""Many steps: requests, scheduling, sampling and text around one `ModelRunner`."""

@@ -1,0 +1,169 @@
+"""Turn what a user asks for into `Request`s, or say in one sentence why it cannot be served."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from minilora.config.errors import RequestError
+from minilora.config.lora import LoRARequest
+from minilora.config.model import ModelConfig
+from minilora.config.sampling import SamplingParams
+from minilora.engine.detokenizer import Detokenizer
+from minilora.engine.request import Request
+from minilora.engine.tokenizer import Tokenizer
+from minilora.lora.registry import AdapterVersion
+from minilora.lora.slots import AdapterSlots
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+class Intake:
+    """Check prompts, parameters and adapters against the model, and make requests of them.
+
+    Args:
+        config: the model.
+        tokenizer: None where the checkpoint has none; prompts are then token ids.
+        slots: None without LoRA.
+        max_model_len: the most tokens of prompt and answer together.
+        seed: of the engine, for requests that bring none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        slots: AdapterSlots | None,
+        *,
+        max_model_len: int,
+        seed: int,
+    ) -> None:
+        self._config, self._tokenizer, self._slots = config, tokenizer, slots
+        self._max_model_len, self._seed = max_model_len, seed
+        self._serial = itertools.count()
+
+    def requests(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        lora_request: LoRARequest | None,
+        where: str = "the prompt",
+    ) -> list[Request]:
+        """Make the `params.n` requests of one prompt; `where` names it in an error.
+
+        Raises:
+            RequestError: a prompt or parameter that this model cannot serve.
+            AdapterError: an unknown or faulty adapter.
+        """
+        text, token_ids = self._tokens(prompt, where)
+        self._check_length(token_ids, where)
+        self._check_params(params)
+        adapter = self._adapter(lora_request)
+        serial = next(self._serial)
+        ends = frozenset(() if params.ignore_eos else self._config.eos_token_ids)
+        return [
+            Request(
+                request_id=str(serial),
+                index=index,
+                prompt=text,
+                prompt_token_ids=token_ids,
+                params=params,
+                adapter=adapter,
+                rng=self._rng(params, serial, index),
+                end_token_ids=ends,
+                detokenizer=Detokenizer(self._tokenizer, params.stop_strings)
+                if self._tokenizer
+                else None,
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            )
+            for index in range(params.n)
+        ]
+
+    def _rng(self, params: SamplingParams, serial: int, index: int) -> np.random.Generator:
+        if params.seed is not None:
+            return np.random.default_rng(params.seed + index)
+        return np.random.default_rng((self._seed, serial, index))
+
+    def _tokens(self, prompt: Prompt, where: str) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            if not prompt:  # also where the tokenizer would add a first token
+                raise RequestError(f"{where} is empty; give at least one token")
+            if self._tokenizer is None:
+                raise RequestError(
+                    f"{where} is text, but the checkpoint has no tokenizer.json; give token ids"
+                )
+            return prompt, self._tokenizer.encode(prompt)
+        if not isinstance(prompt, Sequence):
+            raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or token ids")
+        vocab = self._config.vocab_size
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+                raise RequestError(f"{where} holds {token!r}, which is no token id")
+            if not 0 <= token < vocab:
+                raise RequestError(
+                    f"{where} holds the token id {token}; this model has 0 to {vocab - 1}"
+                )
+        return None, [int(token) for token in prompt]
+
+    def _check_length(self, token_ids: list[int], where: str) -> None:
+        if not token_ids:
+            raise RequestError(f"{where} is empty; give at least one token")
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"{where} has {len(token_ids)} tokens; max_model_len={self._max_model_len} leaves "
+                f"room for {self._max_model_len - 1} and one more to generate"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab = self._config.vocab_size
+        for token in params.stop_token_ids or ():
+            if token >= vocab:
+                raise RequestError(
+                    f"stop_token_ids holds {token}; this model has token ids 0 to {vocab - 1}"
+                )
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError(
+                f"stop={params.stop!r} needs text, but the checkpoint has no tokenizer.json; "
+                "use stop_token_ids"
+            )
+
+    def _adapter(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
+        if lora_request is None:
+            return None
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(
+                f"lora_request={lora_request!r} must be None or a LoRARequest(name, path)"
+            )
+        if self._slots is None:
+            raise RequestError(
+                f"lora_request asks for adapter {lora_request.name!r}, but the engine was built "
+                "without adapters; use enable_lora=True"
+            )
+        return self._slots.registry.find_or_load(lora_request.name, lora_request.path)
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """Return a list of prompts from one text, one list of token ids, or a sequence of these."""
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    numbers = [isinstance(item, (int, np.integer)) for item in prompts]
+    return [prompts] if prompts and all(numbers) else prompts
+
+
+def one_each(name: str, given: T | Sequence[T], count: int) -> list[T]:
+    """Spread one value over all prompts, or check that a list has one a prompt.
+
+    Raises:
+        RequestError: the list has another length.
+    """
+    if not isinstance(given, (list, tuple)):
+        return [given] * count  # type: ignore[list-item]
+    if len(given) != count:
+        raise RequestError(f"{name} has {len(given)} entries for {count} prompts; give one each")
+    return list(given)
