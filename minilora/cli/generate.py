@@ -1,0 +1,199 @@
+"""``minilora generate``: answer prompts from the command line or a JSONL file."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from minilora.cli.options import add_flags, given
+from minilora.config.engine import EngineConfig
+from minilora.config.errors import MiniloraError, RequestError
+from minilora.config.lora import LoRARequest
+from minilora.config.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from minilora.engine.llm import LLM
+    from minilora.engine.outputs import RequestOutput
+
+_EXAMPLES = """examples:
+  minilora generate --model llama --prompt "Once upon a time"
+  minilora generate --model llama --lora sql=adapters/sql --lora pirate=adapters/pirate \\
+      --prompt "All users" --adapter sql --prompt "Hello" --adapter pirate --prompt "Hello"
+  minilora generate --model llama --lora sql=adapters/sql --input prompts.jsonl --output out.jsonl
+"""
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to the parser."""
+    parser = commands.add_parser(
+        "generate",
+        help="answer prompts, each with its own adapter or none",
+        description="Answer prompts with one model and any number of adapters, in shared batches.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True, help="folder of a checkpoint, or a hub id")
+    parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=DIR",
+        help="load an adapter under a name (repeatable; turns --enable-lora on)",
+    )
+    parser.add_argument(
+        "--prompt", action=_Prompt, dest="prompts", default=[], help="a prompt (repeatable)"
+    )
+    parser.add_argument(
+        "--adapter",
+        action=_Adapter,
+        metavar="NAME",
+        help="the adapter of the --prompt before it; before the first: of all that name none",
+    )
+    parser.add_argument(
+        "--input", metavar="FILE", help='JSONL of {"prompt": ..., "adapter": ...}; - is stdin'
+    )
+    parser.add_argument("--output", metavar="FILE", help="write JSONL here instead of a table")
+    # The engine's --seed makes a whole run repeatable, so a request needs none of its own here.
+    add_flags(parser, "sampling", SamplingParams, {"seed"})
+    add_flags(parser, "engine", EngineConfig, {"model"})
+    parser.set_defaults(run=run)
+
+
+class _Prompt(argparse.Action):
+    """Collect each prompt with the adapter that follows it."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        namespace.prompts = [*namespace.prompts, {"prompt": values}]
+
+
+class _Adapter(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        if namespace.prompts:
+            namespace.prompts[-1]["adapter"] = values
+        else:
+            namespace.adapter = values
+
+
+def run(args: argparse.Namespace) -> int:
+    """Answer everything that was asked; 1 if any prompt failed."""
+    entries = [*args.prompts, *_read_lines(args.input)]
+    if not entries:
+        raise RequestError("there is nothing to answer; give --prompt or --input")
+    from minilora.engine.llm import LLM  # torch is only imported here
+
+    options = given(args, EngineConfig, leave_out={"model"})
+    if args.lora:
+        options.setdefault("enable_lora", True)
+    sampling = given(args, SamplingParams, leave_out={"seed"})
+    SamplingParams(**sampling)  # a wrong value is found before the model is loaded
+    with _open_output(args.output) as output:
+        llm = LLM(args.model, **options)
+        _load_adapters(llm, args.lora)
+        params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
+        records = _answer(llm, entries, params, args.adapter)
+        if output is None:
+            _print_table(records)
+        else:
+            output.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    return int(any(record["error"] for record in records))
+
+
+def _load_adapters(llm: LLM, pairs: list[str]) -> None:
+    for pair in pairs:
+        name, equals, path = pair.partition("=")
+        if not (name and equals and path):
+            raise RequestError(f"--lora {pair!r} must be NAME=DIR")
+        llm.load_adapter(name, path)
+
+
+def _read_lines(file: str | None) -> list[dict[str, Any]]:
+    """Read a JSONL file; a line that is no record is kept as an error, so nothing is lost."""
+    if file is None:
+        return []
+    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    return [
+        _entry(f"{file}:{number}", line)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip()
+    ]
+
+
+def _entry(where: str, line: str) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        return {"prompt": None, "error": f"{where} is no valid JSON: {error}"}
+    if not isinstance(entry, dict) or "prompt" not in entry:
+        return {"prompt": None, "error": f'{where} must be an object with "prompt"'}
+    unknown = set(entry) - {"prompt", "adapter"}
+    if unknown:
+        entry["error"] = f'{where} has the unknown key {min(unknown)!r}; use "prompt" and "adapter"'
+    return entry
+
+
+def _answer(
+    llm: LLM, entries: list[dict[str, Any]], params: SamplingParams, default: str | None
+) -> list[dict[str, Any]]:
+    """Answer what can be answered; each entry gives one record, in order."""
+    good: dict[int, str] = {}
+    for index, entry in enumerate(entries):
+        entry.setdefault("adapter", default)
+        if not entry.get("error"):
+            try:
+                good[index] = llm.add_request(entry["prompt"], params, _lora(entry["adapter"]))
+            except (MiniloraError, TypeError) as error:
+                entry["error"] = str(error)
+    outputs: dict[str, RequestOutput] = {}
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+    return [
+        _record(entry, outputs[good[index]] if index in good else None)
+        for index, entry in enumerate(entries)
+    ]
+
+
+def _lora(name: str | None) -> LoRARequest | None:
+    return None if name is None else LoRARequest(name)
+
+
+def _record(entry: dict[str, Any], output: RequestOutput | None) -> dict[str, Any]:
+    record = {"prompt": entry["prompt"], "adapter": entry["adapter"], "error": entry.get("error")}
+    if output is None:
+        return {**record, "text": None, "token_ids": [], "finish_reason": "error"}
+    record["error"] = output.error
+    answers = [
+        {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+        for one in output.outputs
+    ]
+    return {**record, **answers[0], **({"answers": answers} if len(answers) > 1 else {})}
+
+
+@contextmanager
+def _open_output(file: str | None) -> Iterator[TextIO | None]:
+    """Open the output before any work, so that a wrong path costs nothing."""
+    if file is None:
+        yield None
+    elif file == "-":
+        yield sys.stdout
+    else:
+        with open(file, "w", encoding="utf-8") as output:
+            yield output
+
+
+def _print_table(records: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("adapter", "prompt", "answer", "ended by", show_lines=True)
+    for record in records:
+        answer = record["error"] or record["text"] or " ".join(map(str, record["token_ids"]))
+        cells = (record["adapter"] or "(base)", str(record["prompt"]), answer)
+        table.add_row(*map(Text, cells), record["finish_reason"])
+    Console().print(table)
