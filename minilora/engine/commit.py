@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from minilora.engine.request import Request
-from minilora.engine.sampler import SampledToken
+from minilora.engine.sampler import Logprob, SampledToken
 
 
 def commit_token(request: Request, token: SampledToken, max_model_len: int) -> None:
@@ -47,7 +49,8 @@ def _ends_with_token(request: Request, token_id: int) -> bool:
 def _push_text(request: Request, token_id: int) -> None:
     if request.detokenizer is None:
         return
-    request.detokenizer.push(token_id)
+    watch = len(request.output_token_ids) > request.params.min_tokens
+    request.detokenizer.push(token_id, watch)
     if request.detokenizer.stop_string is not None:
         request.finish_reason = "stop"
         request.stop_reason = request.detokenizer.stop_string
@@ -55,6 +58,16 @@ def _push_text(request: Request, token_id: int) -> None:
 
 def _keep_logprobs(request: Request, token: SampledToken) -> None:
     if request.logprobs is not None and token.logprobs is not None:
-        request.logprobs.append(token.logprobs)
+        request.logprobs.append(_with_text(request, token.logprobs))
         assert request.cumulative_logprob is not None
         request.cumulative_logprob += token.logprobs[token.token_id].logprob
+
+
+def _with_text(request: Request, logprobs: dict[int, Logprob]) -> dict[int, Logprob]:
+    if request.detokenizer is None:
+        return logprobs
+    text_of = request.detokenizer.token_text
+    return {
+        token: dataclasses.replace(entry, decoded_token=text_of(token))
+        for token, entry in logprobs.items()
+    }

@@ -47,11 +47,17 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """What was returned so far."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        return "".join(self._pieces)  # only read: another thread may be pushing
 
-    def push(self, token_id: int) -> str:
-        """Add a token and return the new text that is settled, often some of earlier tokens."""
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token on its own, as `Logprob.decoded_token` shows it."""
+        return self._tokenizer.token_text(token_id)
+
+    def push(self, token_id: int, watch: bool = True) -> str:
+        """Add a token and return the new text that is settled, often some of earlier tokens.
+
+        Without `watch`, a stop string in this token's text does not count (`min_tokens`).
+        """
         if self.stop_string is not None or self._tokenizer.is_silent(token_id):
             return ""
         self._window.append(token_id)
@@ -64,7 +70,7 @@ class Detokenizer:
             del self._window[:-_KEPT]
             text = self._tokenizer.decode(self._window)
         self._decoded = len(text) - undecided
-        return self._release(new)
+        return self._release(new, watch)
 
     def flush(self) -> str:
         """Return the rest at the end of the answer. A stop string may still turn up in it."""
@@ -78,12 +84,11 @@ class Detokenizer:
             piece, self._held = piece + self._held, ""
         return piece
 
-    def _release(self, new: str) -> str:
+    def _release(self, new: str, watch: bool = True) -> str:
         """Return what can be shown of the held text and `new`, cut before a stop string."""
         text = self._held + new
-        shown = self._watch(new) if self._stops else len(text)
-        piece = text[:shown]
-        self._held = "" if self.stop_string else text[shown:]
+        shown = self._watch(new) if self._stops and watch else len(text)
+        piece, self._held = text[:shown], text[shown:]
         self._pieces.append(piece)
         return piece
 

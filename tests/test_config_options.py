@@ -1,0 +1,379 @@
+"""`EngineConfig`, `SamplingParams` and `LoRARequest`: what a user may type, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minilora.config import (
+    ConfigError,
+    EngineConfig,
+    LoRARequest,
+    MiniloraError,
+    SamplingParams,
+    UnknownOptionError,
+)
+from minilora.config.errors import known_names, nearest
+
+HUGE = 10**400  # an int that no float holds
+
+
+def refused(make: Callable[..., object], match: str, **options: Any) -> None:
+    """The options are refused in one short line that matches."""
+    with pytest.raises(ConfigError, match=match) as caught:
+        make(**options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+def engine(**options: Any) -> EngineConfig:
+    return EngineConfig("folder", **options)
+
+
+# ---- EngineConfig
+
+ENGINE_RANGES = {
+    "max_loras": (1, 256),
+    "max_lora_rank": (1, 256),
+    "max_num_seqs": (1, 4096),
+    "max_num_batched_tokens": (1, 1 << 20),
+    "block_size": (1, 1024),
+    "seed": (0, 2**63 - 1),
+    "max_cpu_loras": (1, 1 << 20),
+    "max_model_len": (1, 1 << 24),
+    "num_kv_blocks": (2, 1 << 30),
+}
+
+
+@pytest.mark.parametrize(("name", "bounds"), ENGINE_RANGES.items())
+def test_engine_range(name: str, bounds: tuple[int, int]) -> None:
+    low, high = bounds
+    wrong = [low - 1, -1, high + 1, HUGE, 1.5, 4.0, "4", True, [4], math.nan]
+    for value in (
+        wrong
+        if name in ("max_cpu_loras", "max_model_len", "num_kv_blocks")
+        else [
+            *wrong,
+            None,
+        ]
+    ):
+        refused(engine, f"LLM: {name}=.* must be an integer from {low} to {high}", **{name: value})
+
+
+def test_engine_edges_are_accepted() -> None:
+    smallest = {name: low for name, (low, _) in ENGINE_RANGES.items()}
+    largest = {name: high for name, (_, high) in ENGINE_RANGES.items()}
+    for options in (smallest, largest):
+        config = engine(**options)
+        assert {name: getattr(config, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"max_loras": 0}, "max_loras=0 must be an integer from 1"),
+        ({"max_loras": -1}, "max_loras=-1 must be"),
+        ({"max_lora_rank": 0}, "max_lora_rank=0 must be an integer from 1 to 256"),
+        ({"block_size": 0}, "block_size=0 must be an integer from 1"),
+        (
+            {"max_cpu_loras": 3, "max_loras": 4},
+            "max_cpu_loras=3 must be at least max_loras=4: every adapter in a slot",
+        ),
+        ({"dtype": "bf17"}, "dtype='bf17' must be one of 'auto'.*did you mean 'bfloat16'"),
+    ],
+)
+def test_the_cases_of_report_u4(options: dict[str, Any], match: str) -> None:
+    refused(engine, match, **options)
+
+
+def test_host_cache_may_equal_the_slots() -> None:
+    assert engine(max_cpu_loras=4, max_loras=4).max_cpu_loras == 4
+    assert engine(max_cpu_loras=None, max_loras=256).max_cpu_loras is None
+
+
+def test_every_request_must_be_able_to_add_a_token() -> None:
+    refused(
+        engine,
+        "max_num_batched_tokens=63 must be at least max_num_seqs=64",
+        max_num_batched_tokens=63,
+    )
+    assert engine(max_num_batched_tokens=64).max_num_seqs == 64
+
+
+@pytest.mark.parametrize("dtype", ["", "float", "BFLOAT16", None, 16, torch.float16, ["float16"]])
+def test_engine_dtype(dtype: object) -> None:
+    refused(engine, "dtype=.* must be one of 'auto', 'float32', 'float16', 'bfloat16'", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["enable_lora", "specialize_lora", "specialize_active_lora"])
+def test_engine_switches(name: str) -> None:
+    for value in (1, 0, "true", None, np.bool_(True)):
+        refused(engine, f"{name}=.* must be true or false", **{name: value})
+    assert getattr(engine(**{name: True}), name) is True
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1.01, -0.5, math.nan, math.inf, "0.9", True, None, HUGE])
+def test_engine_memory_share(value: object) -> None:
+    refused(engine, "gpu_memory_utilization=.* must be a number", gpu_memory_utilization=value)
+    assert engine(gpu_memory_utilization=1).gpu_memory_utilization == 1
+
+
+@pytest.mark.parametrize("value", [5, None, b"cuda", torch.device("cpu")])
+def test_engine_device_is_a_text(value: object) -> None:
+    refused(engine, "device=", device=value)
+
+
+@pytest.mark.parametrize("value", [5, b"adapters", ["adapters"], True])
+def test_engine_adapter_root_is_a_path(value: object) -> None:
+    refused(engine, "adapter_root=", adapter_root=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_lora", "max_loras"),
+        ("max_loras_rank", "max_lora_rank"),
+        ("max_cpu_lora", "max_cpu_loras"),
+        ("enable_loras", "enable_lora"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("max_seq_len", "max_model_len"),
+        ("Block_size", "block_size"),
+        ("num_gpu_blocks", "num_kv_blocks"),
+    ],
+)
+def test_an_unknown_engine_option_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(UnknownOptionError, match=f"{name!r}; did you mean {meant!r}"):
+        engine(**{name: 4})
+    with pytest.raises(TypeError):  # the class that Python itself raises
+        engine(**{name: 4})
+
+
+def test_an_option_near_nothing_gets_no_guess() -> None:
+    with pytest.raises(UnknownOptionError, match="no option 'zzz'$"):
+        engine(zzz=1)
+
+
+def test_engine_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        engine().max_loras = 9  # type: ignore[misc]
+    assert dataclasses.replace(engine(), max_loras=9).max_loras == 9
+    with pytest.raises(ConfigError, match="max_loras=0"):
+        dataclasses.replace(engine(), max_loras=0)
+
+
+# ---- SamplingParams
+
+SAMPLING_RANGES: dict[str, tuple[Sequence[object], Sequence[object]]] = {
+    # name: (accepted, refused besides what is no number at all)
+    "n": ([1, 1024], [0, -1, 1025, 1.0]),
+    "temperature": ([0, 0.0, 0.7, 100], [-0.1, 100.5, math.nan, math.inf]),
+    "top_k": ([-1, 0, 1, 2**31 - 1], [-2, 2**31, 50.0]),
+    "top_p": ([1e-9, 0.5, 1, 1.0], [0, 0.0, -0.1, 1.1, math.nan]),
+    "min_p": ([0, 0.5, 1.0], [-0.1, 1.1, math.nan]),
+    "repetition_penalty": ([1e-3, 1.0, 100.0], [0, 0.0, -1.0, 101.0, math.nan]),
+    "max_tokens": ([1, 2**31 - 1], [0, -1, 2**31, 5.0]),
+    "min_tokens": ([0, 16], [-1, 17, 1.0]),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLING_RANGES)
+def test_sampling_range(name: str) -> None:
+    accepted, wrong = SAMPLING_RANGES[name]
+    for value in accepted:
+        assert getattr(SamplingParams(**{name: value}), name) == value
+    for value in (*wrong, "1", None, True, [1], HUGE):
+        refused(SamplingParams, f"SamplingParams: {name}=", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["seed", "logprobs"])
+def test_sampling_numbers_that_may_be_none(name: str) -> None:
+    assert getattr(SamplingParams(), name) is None
+    assert getattr(SamplingParams(**{name: 0}), name) == 0
+    for value in (-1, 1.0, "1", True, HUGE):
+        refused(SamplingParams, f"{name}=", **{name: value})
+
+
+def test_greedy() -> None:
+    assert SamplingParams(temperature=0).greedy
+    assert SamplingParams(temperature=0.0).greedy
+    assert not SamplingParams(temperature=1e-9).greedy
+    assert not SamplingParams().greedy
+
+
+def test_min_tokens_is_at_most_max_tokens() -> None:
+    refused(
+        SamplingParams, "min_tokens=9 must be an integer from 0 to 8", max_tokens=8, min_tokens=9
+    )
+
+
+@pytest.mark.parametrize(
+    ("stop", "want"),
+    [
+        (None, ()),
+        ([], ()),
+        ("end", ("end",)),
+        (["a", "b"], ("a", "b")),
+        (("a",), ("a",)),
+        ((text for text in ("a", "b")), ("a", "b")),
+    ],
+)
+def test_stop_strings(stop: Any, want: tuple[str, ...]) -> None:
+    assert SamplingParams(stop=stop).stop_strings == want
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], [5], [None], 5, b"end", True])
+def test_stop_that_is_no_text(stop: object) -> None:
+    refused(SamplingParams, "SamplingParams: stop=", stop=stop)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[7, 30], (7, 30), range(7, 31, 23), np.array([7, 30]), (token for token in (7, 30))],
+    ids=["list", "tuple", "range", "array", "generator"],
+)
+def test_stop_token_ids(tokens: Any) -> None:
+    params = SamplingParams(stop_token_ids=tokens)
+    for _ in range(2):  # a generator that was read while it was checked would be empty
+        assert [int(token) for token in params.stop_token_ids or ()] == [7, 30]
+
+
+@pytest.mark.parametrize("tokens", [5, [-1], [2**31], ["7"], [7.0], [True], [None], "77", 7.5])
+def test_stop_token_ids_that_are_none(tokens: object) -> None:
+    refused(SamplingParams, "SamplingParams: stop_token_ids=", stop_token_ids=tokens)
+
+
+def test_stop_token_ids_are_the_users_no_longer() -> None:
+    tokens = [7]
+    params = SamplingParams(stop_token_ids=tokens)
+    tokens.append(-5)  # after the check
+    assert list(params.stop_token_ids or ()) == [7]
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("temprature", "temperature"),
+        ("topk", "top_k"),
+        ("stops", "stop"),
+        ("ignore_eos_token", "ignore_eos"),
+        ("stop_strings", "stop"),  # a field, but not one to give
+    ],
+)
+def test_an_unknown_sampling_option_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(UnknownOptionError, match=f"{name!r}; did you mean '{meant}"):
+        SamplingParams(**{name: 1})
+
+
+def test_ignore_eos_is_a_switch() -> None:
+    refused(SamplingParams, "ignore_eos=1 must be true or false", ignore_eos=1)
+
+
+def test_params_can_be_copied() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[3], seed=5)
+    assert dataclasses.replace(params, n=2).stop_strings == ("a",)
+    assert copy.deepcopy(params) == params
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 0  # type: ignore[misc]
+
+
+def test_defaults_of_a_checkpoint() -> None:
+    given = {"temperature": 0.6, "top_k": 40, "top_p": 0.9, "min_p": 0.1, "eos_token_id": [1, 2]}
+    params = SamplingParams.from_generation_config(
+        {**given, "repetition_penalty": 1.1, "max_new_tokens": 7, "do_sample": True}
+    )
+    assert params == SamplingParams(
+        temperature=0.6, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.1, max_tokens=7
+    )
+    assert SamplingParams.from_generation_config({}) == SamplingParams()
+    nothing = dict.fromkeys(given)
+    assert SamplingParams.from_generation_config(nothing) == SamplingParams()
+
+
+def test_a_checkpoint_that_asks_for_greedy_gets_it() -> None:
+    assert SamplingParams.from_generation_config({"temperature": 0.0}).greedy
+    assert SamplingParams.from_generation_config({"temperature": 0}).greedy
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "repetition_penalty", "max_new_tokens"])
+def test_defaults_of_a_checkpoint_out_of_range(name: str) -> None:
+    ours = name.replace("max_new_tokens", "max_tokens")
+    for value in (-1, "0.6", HUGE, [1]):
+        with pytest.raises(ConfigError, match=f"{ours}="):
+            SamplingParams.from_generation_config({name: value})
+
+
+# ---- LoRARequest
+
+
+def test_lora_request() -> None:
+    request = LoRARequest("sql", "adapters/sql")
+    assert (request.name, request.path) == ("sql", "adapters/sql")
+    assert LoRARequest("sql").path is None
+    assert LoRARequest("sql", Path("adapters") / "sql") == request
+    assert hash(LoRARequest("sql", "adapters/sql")) == hash(request)
+    assert repr(request) == "LoRARequest('sql', 'adapters/sql')"
+    assert request not in (LoRARequest("sql"), LoRARequest("sq", "adapters/sql"), "sql", None)
+    assert pickle.loads(pickle.dumps(request)) == copy.copy(request) == request
+
+
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [
+        (("sql", 1, "adapters/sql"), {}),
+        (("sql", 1, Path("adapters/sql")), {}),
+        (("sql", 1), {"lora_path": "adapters/sql"}),
+        ((), {"lora_name": "sql", "lora_int_id": 1, "lora_path": "adapters/sql"}),
+    ],
+    ids=["positional", "path", "mixed", "keywords"],
+)
+def test_the_form_of_vllm_is_refused_with_the_right_one(
+    args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with pytest.raises(TypeError, match=r"LoRARequest\('sql', 'adapters/sql'\)"):
+        LoRARequest(*args, **options)
+
+
+def test_the_form_of_vllm_without_a_path() -> None:
+    with pytest.raises(TypeError, match=r"no integer id: write LoRARequest\('sql', "):
+        LoRARequest("sql", 1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["", "  ", "\n", None, 5, b"sql", ["sql"]])
+def test_an_adapter_name_that_is_none(name: Any) -> None:
+    with pytest.raises(TypeError, match="name="):
+        LoRARequest(name, "adapters/sql")
+
+
+@pytest.mark.parametrize("path", [b"adapters", ["adapters"], 1.5])
+def test_an_adapter_path_that_is_none(path: Any) -> None:
+    with pytest.raises(TypeError, match="path="):
+        LoRARequest("sql", path)
+
+
+# ---- the sentences
+
+
+def test_every_error_is_a_value_error() -> None:
+    with pytest.raises(ValueError, match="max_loras"):
+        engine(max_loras=0)
+    assert issubclass(UnknownOptionError, (MiniloraError, TypeError))
+
+
+def test_names_in_a_sentence() -> None:
+    assert known_names([]) == "none"
+    assert known_names(["b", "a"]) == "'a', 'b'"
+    assert known_names([f"{i:02}" for i in range(30)], most=2) == "'00', '01' and 28 more"
+    assert nearest("sqq", ["sql", "pirate"]) == "; did you mean 'sql'?"
+    assert nearest("zzz", ["sql"]) == ""
+    assert nearest("x", []) == ""
