@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
+import os
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from minilora.config.errors import ConfigError, UnknownOptionError, nearest
+from minilora.config.errors import ConfigError, UnknownOptionError, nearest, shown
 
 T = TypeVar("T")
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 def strict_keywords(cls: type[T]) -> type[T]:
     """Class decorator for a dataclass: an unknown keyword names the nearest valid one."""
     plain_init: Callable[..., None] = cls.__init__
-    known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+    known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
 
     @functools.wraps(plain_init)
     def checked_init(self: T, *args: Any, **options: Any) -> None:
@@ -34,22 +34,22 @@ def strict_keywords(cls: type[T]) -> type[T]:
 def check_int(where: str, name: str, value: Any, low: int, high: int) -> int:
     """Return `value` if it is an integer in ``low..high``; raise a `ConfigError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"{where}{name}={value!r} must be an integer from {low} to {high}")
+        raise ConfigError(f"{where}{name}={shown(value)} must be an integer from {low} to {high}")
     return value
 
 
 def check_number(where: str, name: str, value: Any, low: float, high: float) -> float:
     """Return `value` as a float if it is a finite number in ``low..high``; raise otherwise."""
     number = not isinstance(value, bool) and isinstance(value, (int, float))
-    if not number or not math.isfinite(value) or not low <= value <= high:
-        raise ConfigError(f"{where}{name}={value!r} must be a number from {low:g} to {high:g}")
+    if not number or not low <= value <= high:  # a NaN is in no range
+        raise ConfigError(f"{where}{name}={shown(value)} must be a number from {low:g} to {high:g}")
     return float(value)
 
 
 def check_bool(where: str, name: str, value: Any) -> bool:
     """Return `value` if it is a bool; raise a `ConfigError` otherwise."""
     if not isinstance(value, bool):
-        raise ConfigError(f"{where}{name}={value!r} must be true or false")
+        raise ConfigError(f"{where}{name}={shown(value)} must be true or false")
     return value
 
 
@@ -58,5 +58,12 @@ def check_choice(where: str, name: str, value: Any, choices: tuple[str, ...]) ->
     if value not in choices:
         allowed = ", ".join(repr(choice) for choice in choices)
         hint = nearest(value, choices) if isinstance(value, str) else ""
-        raise ConfigError(f"{where}{name}={value!r} must be one of {allowed}{hint}")
+        raise ConfigError(f"{where}{name}={shown(value)} must be one of {allowed}{hint}")
     return str(value)
+
+
+def check_path(where: str, name: str, value: Any) -> str:
+    """Return a path as text; raise a `ConfigError` for anything else."""
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise ConfigError(f"{where}{name}={shown(value)} must be the path of a folder")
+    return os.fspath(value)

@@ -9,6 +9,7 @@ from minilora.config.checks import (
     check_choice,
     check_int,
     check_number,
+    check_path,
     strict_keywords,
 )
 from minilora.config.errors import ConfigError
@@ -94,6 +95,10 @@ class EngineConfig:
             check_bool(_WHERE, name, getattr(self, name))
         check_choice(_WHERE, "dtype", self.dtype, DTYPES)
         check_number(_WHERE, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        if self.adapter_root is not None:
+            object.__setattr__(
+                self, "adapter_root", check_path(_WHERE, "adapter_root", self.adapter_root)
+            )
         self._check_together()
 
     def _check_together(self) -> None:

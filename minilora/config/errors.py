@@ -34,6 +34,16 @@ class RequestError(MiniloraError):
     """A prompt or its sampling parameters cannot be served."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """Return a value as a message shows it: one line, and not longer than `most` characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a huge integer"
+    text = " ".join(text.split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the closest of `known`, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_VLLM_OPTIONS = {"lora_name", "lora_int_id", "lora_path", "lora_local_path"}
+
 
 class LoRARequest:
     """The adapter for one prompt: its `name`, and the PEFT folder it is read from.
@@ -21,12 +23,22 @@ class LoRARequest:
 
     __slots__ = ("name", "path")
 
-    def __init__(self, name: str, path: str | os.PathLike[str] | None = None, *rest: object):
-        if rest or isinstance(path, int):
-            folder = next(x for x in (*rest, "path") if isinstance(x, (str, os.PathLike)))
+    def __init__(
+        self,
+        name: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *rest: object,
+        **options: object,
+    ) -> None:
+        unknown = set(options) - _VLLM_OPTIONS
+        if unknown:
+            raise TypeError(f"LoRARequest has no option {min(unknown)!r}; it takes name and path")
+        if rest or options or isinstance(path, int):
+            texts = [x for x in (name, path, *rest, *options.values()) if _is_text(x)]
+            own, folder = [str(text) for text in (*texts, "PATH", "PATH")[:2]]
             raise TypeError(
                 f"LoRARequest takes a name and a path, no integer id: "
-                f"write LoRARequest({name!r}, {str(folder)!r})"
+                f"write LoRARequest({own!r}, {folder!r})"
             )
         if not isinstance(name, str) or not name.strip():
             raise TypeError(f"LoRARequest name={name!r} must be a text that is not empty")
@@ -44,3 +56,7 @@ class LoRARequest:
 
     def __hash__(self) -> int:
         return hash((self.name, self.path))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, (str, os.PathLike))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from minilora.config.checks import check_bool, check_choice, check_int, check_number
-from minilora.config.errors import CheckpointError, ConfigError
+from minilora.config.errors import CheckpointError, ConfigError, shown
 from minilora.config.rope import RopeConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -140,10 +140,11 @@ class ModelConfig:
 def read_json_object(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON object of bounded size; a `CheckpointError` names the file and the fault."""
     try:
-        size = path.stat().st_size
-        if size > most_bytes:
-            raise CheckpointError(f"{path} has {size} bytes; at most {most_bytes} are read")
-        content = json.loads(path.read_text(encoding="utf-8"))
+        with path.open("rb") as file:
+            text = file.read(most_bytes + 1)  # a size can be wrong, and a pipe has none
+        if len(text) > most_bytes:
+            raise CheckpointError(f"{path} has more than {most_bytes} bytes, the most that is read")
+        content = json.loads(text.decode("utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -156,27 +157,31 @@ def read_json_object(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str
 
 
 def _refuse_what_changes_the_maths(config: Mapping[str, Any]) -> None:
+    kind = check_choice(
+        _WHERE, "model_type", config.get("model_type", "llama"), ("llama", "mistral")
+    )
     architectures = config.get("architectures") or ["LlamaForCausalLM"]
     if not isinstance(architectures, list) or architectures[0] not in ARCHITECTURES:
         raise ConfigError(
-            f"{_WHERE}architectures={architectures!r} is not supported; "
+            f"{_WHERE}architectures={shown(architectures)} is not supported; "
             f"minilora runs {' and '.join(ARCHITECTURES)}"
         )
-    check_choice(_WHERE, "model_type", config.get("model_type", "llama"), ("llama", "mistral"))
     check_choice(_WHERE, "hidden_act", config.get("hidden_act", "silu"), ("silu", "swish"))
     # transformers gives a Mistral without the key a window of 4096 tokens.
-    window = config.get("sliding_window", 4096 if "Mistral" in architectures[0] else None)
+    mistral = kind == "mistral" or architectures[0].startswith("Mistral")
+    window = config.get("sliding_window", 4096 if mistral else None)
     if window is not None:
         raise ConfigError(
-            f"{_WHERE}sliding_window={window!r} is not supported; "
+            f"{_WHERE}sliding_window={shown(window)} is not supported; "
             "minilora attends to the whole context (null)"
         )
     for key, value in config.items():
         harmless = key in _USED or key in _HARMLESS or key.startswith("_")
-        if not harmless and value not in (None, False, [], {}):
+        silent = value is None or value is False or value in ([], {})
+        if not (harmless or silent):
             raise ConfigError(
-                f"{_WHERE}{key}={value!r} is unknown to minilora and may change what the model "
-                "computes; remove the key if it does not"
+                f"{_WHERE}{shown(key)[1:-1]}={shown(value)} is unknown to minilora and may change "
+                "what the model computes; remove the key if it does not"
             )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minilora.config.checks import check_int, check_number
-from minilora.config.errors import ConfigError
+from minilora.config.errors import ConfigError, shown
 
 _WHERE = "config.json: "
 _KINDS = ("default", "linear", "llama3")
@@ -45,16 +45,17 @@ class RopeConfig:
             ConfigError: a kind of scaling that minilora lacks, or a field that is missing,
                 unknown or out of range; it is named.
         """
+        _refuse_two_spellings(config)
         field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
         given = config.get(field) or {}
         if not isinstance(given, Mapping):
-            raise ConfigError(f"{_WHERE}{field}={given!r} must be an object")
+            raise ConfigError(f"{_WHERE}{field}={shown(given)} must be an object")
         scaling = dict(given)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         if kind not in _KINDS:
             raise ConfigError(
-                f"{_WHERE}{field} has rope_type={kind!r}; minilora runs {', '.join(_KINDS)}"
+                f"{_WHERE}{field} has rope_type={shown(kind)}; minilora runs {', '.join(_KINDS)}"
             )
         theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
         return cls(
@@ -62,6 +63,18 @@ class RopeConfig:
             check_number(f"{_WHERE}", "rope_theta", theta, 1.0, 1e12),
             **_scaling_fields(field, kind, scaling),
         )
+
+
+def _refuse_two_spellings(config: Mapping[str, Any]) -> None:
+    """Nobody should guess which of two scalings is meant; readers differ in which they take."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if isinstance(new, Mapping) and isinstance(old, Mapping) and new and old:
+        plain = [{k: v for k, v in given.items() if k != "rope_theta"} for given in (new, old)]
+        if plain[0] != plain[1]:
+            raise ConfigError(
+                f"{_WHERE}rope_scaling={shown(old)} disagrees with "
+                f"rope_parameters={shown(new)}; remove one of them"
+            )
 
 
 def _scaling_fields(field: str, kind: str, scaling: dict[str, Any]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from minilora.config.checks import check_bool, check_int, check_number, strict_keywords
-from minilora.config.errors import ConfigError
+from minilora.config.errors import ConfigError, shown
 
 _WHERE = "SamplingParams: "
 _LARGEST_TOKEN = 2**31 - 1
@@ -52,7 +52,6 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     logprobs: int | None = None
-    stop_strings: tuple[str, ...] = field(init=False, repr=False, default=())
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -76,13 +75,16 @@ class SamplingParams:
             check_int(_WHERE, "logprobs", self.logprobs, 0, 1024)
 
     def _check_stops(self) -> None:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for text in stops:
-            if not isinstance(text, str) or not text:
-                raise ConfigError(f"{_WHERE}stop={self.stop!r} must hold texts that are not empty")
-        object.__setattr__(self, "stop_strings", stops)
-        for token in self.stop_token_ids or ():
-            check_int(_WHERE, "stop_token_ids", token, 0, _LARGEST_TOKEN)
+        """Check and keep stop strings and tokens as tuples of our own, whatever was given."""
+        stops = _listed("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
+        if not all(isinstance(text, str) and text for text in stops):
+            raise ConfigError(f"{_WHERE}stop={shown(stops)} must hold texts that are not empty")
+        tokens = tuple(
+            check_int(_WHERE, "stop_token_ids", _plain(token), 0, _LARGEST_TOKEN)
+            for token in _listed("stop_token_ids", self.stop_token_ids)
+        )
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", tokens)
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
@@ -99,10 +101,33 @@ class SamplingParams:
             "repetition_penalty": "repetition_penalty",
             "max_new_tokens": "max_tokens",
         }
-        found = {ours: config[theirs] for theirs, ours in fields.items() if config.get(theirs)}
+        found = {
+            ours: config[theirs]
+            for theirs, ours in fields.items()
+            if config.get(theirs) is not None
+        }
         return cls(**found)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The texts that end the answer."""
+        assert isinstance(self.stop, tuple)
+        return self.stop
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
+
+
+def _listed(name: str, given: Any) -> tuple[Any, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, (bytes, str)) or not isinstance(given, Iterable):
+        raise ConfigError(f"{_WHERE}{name}={shown(given)} must be a list")
+    return tuple(given)
+
+
+def _plain(number: Any) -> Any:
+    """Return a NumPy integer as a Python one."""
+    return number.item() if hasattr(number, "item") else number

@@ -18,6 +18,7 @@ the last adapter of some mixed batches.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,8 +109,9 @@ class KernelMeta:
             ValueError: more rows than the buffer, a slot out of range, or a grid too small
                 for the adapters in the mapping (it would drop the last of them silently).
         """
-        mapping = np.asarray(token_lora_mapping, dtype=np.int16)
-        self._check(mapping, num_tokens_padded, num_active_loras)
+        given = np.asarray(token_lora_mapping)
+        self._check(given, num_tokens_padded, num_active_loras)
+        mapping = given.astype(np.int16)  # checked first: a larger slot would wrap to another
         n = len(mapping)
         self._mapping[:n] = mapping
         self._mapping[n:] = NO_LORA
@@ -154,7 +156,7 @@ class KernelMeta:
         self.token_indices_sorted_by_lora_ids = self._full[1][:num_tokens]
 
     def _check(
-        self, mapping: npt.NDArray[np.int16], num_tokens_padded: int, num_active_loras: int
+        self, mapping: npt.NDArray[Any], num_tokens_padded: int, num_active_loras: int
     ) -> None:
         if not len(mapping) <= num_tokens_padded <= self.max_tokens:
             raise ValueError(
@@ -164,6 +166,10 @@ class KernelMeta:
         if not 0 <= num_active_loras <= self.max_loras:
             raise ValueError(
                 f"num_active_loras={num_active_loras} must be from 0 to max_loras={self.max_loras}"
+            )
+        if len(mapping) and mapping.dtype.kind not in "iu":
+            raise ValueError(
+                f"token_lora_mapping has the dtype {mapping.dtype}; slots are integers"
             )
         if len(mapping) and not NO_LORA <= mapping.min() <= mapping.max() < self.max_loras:
             raise ValueError(
