@@ -239,26 +239,34 @@ def test_a_post_processor_that_names_a_missing_token_is_found_at_once(tmp_path: 
         Tokenizer.from_folder(tmp_path)
 
 
-def test_sizes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(tmp_path / "t", byte_level(), chat_template="x" * 200)
-    for limit, name in (
+@pytest.mark.parametrize(
+    ("limit", "name"),
+    [
         ("MAX_TOKENIZER_BYTES", "tokenizer.json"),
         ("MAX_TOKENIZER_CONFIG_BYTES", "tokenizer_config.json"),
-        ("MAX_TEMPLATE_BYTES", "chat template"),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenizer_module, limit, 100)
-            with pytest.raises(CheckpointError, match=f"{name}.* at most 100 are read"):
-                Tokenizer.from_folder(folder)
-    for length, allowed in ((100, True), (101, False)):
-        (folder / "chat_template.jinja").write_text("x" * length)
-        with monkeypatch.context() as patch:
-            patch.setattr(tokenizer_module, "MAX_TEMPLATE_BYTES", 100)
-            if allowed:
-                assert Tokenizer.from_folder(folder)
-            else:
-                with pytest.raises(CheckpointError, match="at most 100 are read"):
-                    Tokenizer.from_folder(folder)
+        ("MAX_TEMPLATE_BYTES", "chat_template.jinja"),
+    ],
+)
+def test_sizes_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, name: str
+) -> None:
+    folder = write(tmp_path / "t", byte_level(), chat_template="x" * 200)
+    (folder / "chat_template.jinja").write_text("x" * 100)
+    size = (folder / name).stat().st_size
+    monkeypatch.setattr(tokenizer_module, limit, size)
+    assert Tokenizer.from_folder(folder)
+    monkeypatch.setattr(tokenizer_module, limit, size - 1)
+    with pytest.raises(CheckpointError, match=f"{name} has more than {size - 1} bytes"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_template_inside_the_config_is_bounded_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write(tmp_path / "t", byte_level(), chat_template="x" * 200)
+    monkeypatch.setattr(tokenizer_module, "MAX_TEMPLATE_BYTES", 199)
+    with pytest.raises(CheckpointError, match="chat_template must be a text of at most 199"):
+        Tokenizer.from_folder(folder)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +298,7 @@ def test_half_a_surrogate_pair_is_refused() -> None:
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": 'Say "<b>caf\u00e9</b>" & \u65e5\u672c'},
-    {"role": "assistant", "content": "caf\u00e9", "tool_calls": None},
+    {"role": "assistant", "content": "caf\u00e9"},
     {"role": "user", "content": "Again"},
 ]
 TEMPLATES = {
@@ -324,6 +332,15 @@ def test_chat_prompts_are_those_of_transformers(tmp_path: Path, name: str, promp
     assert text == theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=prompt)
     ids = theirs.apply_chat_template(TALK, add_generation_prompt=prompt, return_dict=False)
     assert ours.encode(text, add_special_tokens=False) == ids
+
+
+def test_fields_that_are_none_are_dropped(tmp_path: Path) -> None:
+    """As in transformers 5.24; in 5.17 a template wrote "None"."""
+    folder = write(tmp_path / "t", byte_level(), chat_template=TEMPLATES["json"])
+    ours = Tokenizer.from_folder(folder)
+    assert ours is not None
+    with_none = [{**message, "tool_calls": None} for message in TALK]
+    assert ours.apply_chat_template(with_none) == ours.apply_chat_template(TALK)
 
 
 def test_where_the_template_comes_from(tmp_path: Path) -> None:
@@ -550,3 +567,15 @@ def test_work_per_token_is_bounded(name: str, kind: str) -> None:
     assert ours.decoded <= 12 * len(ids)
     assert time.perf_counter() - start < 2
     assert detokenizer.text == ours.decode(ids)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_an_answer_keeps_the_space_between_it_and_its_prompt(name: str) -> None:
+    """As in vLLM: "The capital of" goes on with " France", whatever the kind of tokenizer."""
+    ours = MADE[name]
+    ids = ours.encode("say hello hello again", add_special_tokens=False)
+    for cut in range(1, len(ids)):
+        prompt, answer = ids[:cut], ids[cut:]
+        detokenizer = Detokenizer(ours, prompt_token_ids=prompt)
+        pieces = [detokenizer.push(token) for token in answer] + [detokenizer.flush()]
+        assert ours.decode(prompt) + "".join(pieces) == ours.decode(ids)

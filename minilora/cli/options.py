@@ -50,4 +50,6 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     _, _, section = (cls.__doc__ or "").partition("Attributes:\n")
     section = section.split("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w+: |\Z)", section, re.MULTILINE | re.DOTALL)
-    return {name: " ".join(text.replace("%", "%%").replace("`", "").split()) for name, text in entries}
+    return {
+        name: " ".join(text.replace("%", "%%").replace("`", "").split()) for name, text in entries
+    }

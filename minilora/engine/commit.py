@@ -26,8 +26,15 @@ def commit_token(request: Request, token: SampledToken, max_model_len: int) -> N
             length >= request.params.max_tokens or request.num_tokens >= max_model_len
         ):
             request.finish_reason = "length"
-    if request.finished and request.detokenizer:
+    if request.finished:
+        finish_text(request)
+
+
+def finish_text(request: Request) -> None:
+    """Release the text that was held back; a stop string may still be found in it."""
+    if request.detokenizer is not None:
         request.detokenizer.flush()
+        _look_for_stop_string(request)
 
 
 def fail(request: Request, error: str) -> None:
@@ -51,7 +58,11 @@ def _push_text(request: Request, token_id: int) -> None:
         return
     watch = len(request.output_token_ids) > request.params.min_tokens
     request.detokenizer.push(token_id, watch)
-    if request.detokenizer.stop_string is not None:
+    _look_for_stop_string(request)
+
+
+def _look_for_stop_string(request: Request) -> None:
+    if request.detokenizer is not None and request.detokenizer.stop_string is not None:
         request.finish_reason = "stop"
         request.stop_reason = request.detokenizer.stop_string
 

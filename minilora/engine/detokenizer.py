@@ -30,16 +30,25 @@ class Detokenizer:
     Args:
         tokenizer: of the checkpoint.
         stop_strings: none of them empty.
+        prompt_token_ids: what the answer continues. The last few are decoded along, as in vLLM:
+            a SentencePiece-like tokenizer drops the space before the first word of a text, and
+            an answer is not the beginning of one.
 
     Attributes:
         stop_string: the one that ended the text; tokens after it are ignored.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._stops = [_StopString(text) for text in stop_strings]
-        self._window: list[int] = []  # the last tokens
-        self._decoded = 0  # characters of the window's text that were passed on
+        self._window = _tail(tokenizer, prompt_token_ids)  # the last tokens
+        # Characters of the window's text that were passed on, or belong to the prompt.
+        self._decoded = len(tokenizer.decode(self._window))
         self._held = ""  # decoded, but may be the beginning of a stop string
         self._pieces: list[str] = []
         self.stop_string: str | None = None
@@ -100,6 +109,17 @@ class Detokenizer:
                 self.stop_string = max((stop.text for stop in complete), key=len)
                 return end - len(self.stop_string)
         return len(self._held) + len(new) - max(stop.matched for stop in self._stops)
+
+
+def _tail(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """Return the last tokens that have a text of their own; bytes may be half a character."""
+    tail: list[int] = []
+    for token in reversed(token_ids[-_WINDOW:]):
+        if tokenizer.is_byte(token) or len(tail) == _KEPT:
+            break
+        if not tokenizer.is_silent(token):
+            tail.insert(0, token)
+    return tail if not tokenizer.decode(tail).endswith(_REPLACEMENT) else []
 
 
 class _StopString:

@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from minilora.config.errors import RequestError
+from minilora.config.errors import RequestError, shown
 from minilora.config.lora import LoRARequest
 from minilora.config.model import ModelConfig
 from minilora.config.sampling import SamplingParams
 from minilora.engine.detokenizer import Detokenizer
 from minilora.engine.request import Request
+from minilora.engine.sampler import make_rng
 from minilora.engine.tokenizer import Tokenizer
 from minilora.lora.registry import AdapterVersion
 from minilora.lora.slots import AdapterSlots
@@ -75,7 +76,7 @@ class Intake:
                 adapter=adapter,
                 rng=self._rng(params, serial, index),
                 end_token_ids=ends,
-                detokenizer=Detokenizer(self._tokenizer, params.stop_strings)
+                detokenizer=Detokenizer(self._tokenizer, params.stop_strings, token_ids)
                 if self._tokenizer
                 else None,
                 logprobs=None if params.logprobs is None else [],
@@ -86,8 +87,8 @@ class Intake:
 
     def _rng(self, params: SamplingParams, serial: int, index: int) -> np.random.Generator:
         if params.seed is not None:
-            return np.random.default_rng(params.seed + index)
-        return np.random.default_rng((self._seed, serial, index))
+            return make_rng(params.seed + index)
+        return make_rng((self._seed, serial, index))
 
     def _tokens(self, prompt: Prompt, where: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
@@ -97,18 +98,22 @@ class Intake:
                 raise RequestError(
                     f"{where} is text, but the checkpoint has no tokenizer.json; give token ids"
                 )
-            return prompt, self._tokenizer.encode(prompt)
+            return prompt, self._in_vocabulary(self._tokenizer.encode(prompt), where)
         if not isinstance(prompt, Sequence):
             raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or token ids")
-        vocab = self._config.vocab_size
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-                raise RequestError(f"{where} holds {token!r}, which is no token id")
+                raise RequestError(f"{where} holds {shown(token)}, which is no token id")
+        return None, self._in_vocabulary([int(token) for token in prompt], where)
+
+    def _in_vocabulary(self, token_ids: list[int], where: str) -> list[int]:
+        vocab = self._config.vocab_size
+        for token in token_ids:  # a tokenizer may know tokens that the model lacks, too
             if not 0 <= token < vocab:
                 raise RequestError(
-                    f"{where} holds the token id {token}; this model has 0 to {vocab - 1}"
+                    f"{where} holds the token id {shown(token)}; this model has 0 to {vocab - 1}"
                 )
-        return None, [int(token) for token in prompt]
+        return token_ids
 
     def _check_length(self, token_ids: list[int], where: str) -> None:
         if not token_ids:

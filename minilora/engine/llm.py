@@ -13,7 +13,7 @@ from minilora.config.errors import AdapterError, RequestError
 from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.blocks import BlockPool
-from minilora.engine.commit import commit_token, fail
+from minilora.engine.commit import commit_token, fail, finish_text
 from minilora.engine.intake import Intake, Prompt, as_prompts, one_each
 from minilora.engine.outputs import RequestOutput, StreamEvent, request_output
 from minilora.engine.progress import progress_bar
@@ -226,6 +226,7 @@ class LLM:
             unfinished = [request for request in requests if not request.finished]
             for request in unfinished:
                 request.finish_reason = "abort"
+                finish_text(request)
             self._finish(unfinished)
 
     def _submit(

@@ -75,7 +75,7 @@ class SampledToken:
     finite: bool
 
 
-def make_rng(seed: int) -> np.random.Generator:
+def make_rng(seed: int | Sequence[int]) -> np.random.Generator:
     """Return the generator of a request's draws; NumPy keeps the stream of PCG64 the same."""
     return np.random.Generator(np.random.PCG64(seed))
 

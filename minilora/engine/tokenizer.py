@@ -142,19 +142,11 @@ class Tokenizer:
 
 
 def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    content = _read_bytes(path, MAX_TOKENIZER_BYTES)
     try:
-        size = path.stat().st_size
-        if size > MAX_TOKENIZER_BYTES:
-            raise CheckpointError(
-                f"{path} has {size} bytes; at most {MAX_TOKENIZER_BYTES} are read"
-            )
-        backend = tokenizers.Tokenizer.from_buffer(path.read_bytes())
+        backend = tokenizers.Tokenizer.from_buffer(content)
         backend.encode("a")  # a post-processor that names a missing token shows here only
         return backend
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except BaseException as error:
         # The library raises plain exceptions, and for a fault inside it one that is not even
         # an `Exception`.
@@ -162,6 +154,17 @@ def _read_backend(path: Path) -> tokenizers.Tokenizer:
             raise
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} is no valid tokenizer: {reason}") from None
+
+
+def _read_bytes(path: Path, most_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)  # one more, so that too many show
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if len(content) > most_bytes:
+        raise CheckpointError(f"{path} has more than {most_bytes} bytes, the most that is read")
+    return content
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -191,33 +194,21 @@ def _byte_tokens(backend: tokenizers.Tokenizer) -> Iterator[int]:
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the default chat template; a file of its own goes before the config's entry."""
     path = folder / "chat_template.jinja"
-    template = config.get("chat_template")
     if path.exists():
-        template = _read_text(path)
-    elif isinstance(template, list):  # [{"name": "default", "template": "..."}, ...]
+        try:
+            return _read_bytes(path, MAX_TEMPLATE_BYTES).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{path} is no UTF-8 text: {error.reason}") from None
+    template = config.get("chat_template")
+    if isinstance(template, list):  # [{"name": "default", "template": "..."}, ...]
         entries = [entry for entry in template if isinstance(entry, dict)]
         template = {e.get("name"): e.get("template") for e in entries}.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(
-            f"{folder / 'tokenizer_config.json'}: chat_template must be a text, "
-            f"not a {type(template).__name__}"
-        )
-    if template is not None and len(template) > MAX_TEMPLATE_BYTES:
-        raise CheckpointError(
-            f"{folder}: the chat template has {len(template)} characters; "
-            f"at most {MAX_TEMPLATE_BYTES} are read"
-        )
-    return template
-
-
-def _read_text(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_TEMPLATE_BYTES + 1)  # one more, so that too long shows
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path} is no UTF-8 text: {error.reason}") from None
+    if template is None or (isinstance(template, str) and len(template) <= MAX_TEMPLATE_BYTES):
+        return template
+    raise CheckpointError(
+        f"{folder / 'tokenizer_config.json'}: chat_template must be a text of at most "
+        f"{MAX_TEMPLATE_BYTES} characters, not {str(template)[:40]!r}"
+    )
 
 
 def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

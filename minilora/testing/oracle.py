@@ -140,7 +140,8 @@ class Oracle:
             out = _linear(x, weights, f"{prefix}.{name}", config.attention_bias)
             return out.view(length, -1, config.head_dim).transpose(0, 1)
 
-        q, k, v = _rotate(heads("q_proj"), config), _rotate(heads("k_proj"), config), heads("v_proj")
+        q, k = _rotate(heads("q_proj"), config), _rotate(heads("k_proj"), config)
+        v = heads("v_proj")
         group = config.num_attention_heads // config.num_key_value_heads
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)  # [Hq, T, D]
         scores = q @ k.transpose(1, 2) / math.sqrt(config.head_dim)  # [Hq, T, T]

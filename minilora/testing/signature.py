@@ -97,8 +97,8 @@ def make_signature_adapter(
     check_choice(_WHERE, "kind", kind, ("down", "v"))
     low, high = (0, VOCAB_SIZE - 1) if kind == "down" else (1, HEAD_DIM)
     check_int(_WHERE, "token", token, low, high)
-    model, tensors = ModelConfig.from_folder(model_folder), {}
-    for name, (inputs, outputs) in model.lora_modules().items():
+    tensors: dict[str, torch.Tensor] = {}
+    for name, (inputs, outputs) in ModelConfig.from_folder(model_folder).lora_modules().items():
         if name.endswith(f".{kind}_proj"):
             a, b = torch.zeros(r, inputs), torch.zeros(outputs, r)
             a[:, 0] = 1.0  # activation 0 of the MLP, or coordinate 0 of the hidden state

@@ -31,7 +31,7 @@ _WHERE = "make_tiny_llama: "
 # alone. Larger gains make answers more varied, and rounding errors grow faster than that.
 _GAINS = {
     "q_proj": 1.1, "k_proj": 1.1, "v_proj": 1.0, "o_proj": 1.5,
-    "gate_proj": 1.0, "up_proj": 1.0, "down_proj": 2.0,
+    "gate_proj": 1.0, "up_proj": 1.0, "down_proj": 3.0,
 }  # fmt: skip
 _LOGIT_STD = 4.0
 
@@ -142,7 +142,9 @@ class TinyLlama:
             "o_proj": (hidden, q), "gate_proj": (inner, hidden), "up_proj": (inner, hidden),
             "down_proj": (hidden, inner),
         }  # fmt: skip
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, hidden)
+        }
         for layer in range(self.num_hidden_layers):
             prefix = f"model.layers.{layer}"
             for name, part in LAYER_MODULES.items():
@@ -227,7 +229,8 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], shards: int) 
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata)
         return
-    names, weight_map = list(tensors), {}
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
     per_shard = math.ceil(len(names) / shards)
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"

@@ -74,7 +74,7 @@ class TinyAdapter:
     save_embedding_layers: bool | None = None
     dtype: str = "float32"
     file_format: str = "safetensors"
-    scale: float = 0.3
+    scale: float = 0.2
     extra_config: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
 
@@ -112,7 +112,7 @@ class TinyAdapter:
     ) -> dict[str, torch.Tensor]:
         """Return A and B of every module under PEFT's names, and copies of base weights."""
         base_weight = _weight_reader(model_folder)
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for name, (inputs, outputs) in modules.items():
             r, weight = self.rank_of(name), base_weight(name)
             # A row of A sees one token of the embedding at a time, but all inputs of a layer.
@@ -208,7 +208,7 @@ def write_adapter(
 
 def _weight_reader(model_folder: Path) -> Callable[[str], torch.Tensor]:
     """Return a function that reads the weight of a module; a tied head has the embedding's."""
-    files = {}
+    files: dict[str, Path] = {}
     for file in sorted(model_folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as content:
             files |= dict.fromkeys(content.keys(), file)

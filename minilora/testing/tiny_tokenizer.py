@@ -76,7 +76,7 @@ def _byte_tokens() -> list[str]:
     samples += [chr(code) for code in range(0x1000, 0xD800, 0x1000)]  # E1 to ED
     samples += [chr(code) for code in (0x800, 0xE000, 0xF000)]  # E0, EE, EF
     samples += [chr(code) for code in (0x10000, 0x40000, 0x80000, 0xC0000, 0x100000)]  # F0 to F4
-    found = {}
+    found: dict[int, str] = {}
     for sample in samples:
         (mapped, _), *_ = table.pre_tokenize_str(sample)
         found.update(zip(sample.encode(), mapped, strict=True))
