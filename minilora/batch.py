@@ -161,8 +161,13 @@ class StepBuffers:
         self._tables = self.packed.host["block_tables"].reshape(max_num_seqs, max_blocks)
 
     def write(self, batch: Batch, descriptor: BatchDescriptor) -> StepContext:
-        """Write the whole padded step, upload it in one copy, and return its views."""
+        """Write the whole padded step, upload it in one copy, and return its views.
+
+        Raises:
+            ValueError: the descriptor does not fit the batch or the buffers.
+        """
         rows, padded = batch.rows, descriptor.num_tokens
+        self._check(batch, descriptor)
         self._write_tokens(rows)
         self._write_requests(rows)
         sampled = self._write_samples(rows)
@@ -173,6 +178,16 @@ class StepBuffers:
         self.sample_meta.write(sample_slots, sampled, descriptor.num_active_loras)
         self.packed.upload()
         return self._views(rows, descriptor, sampled)
+
+    def _check(self, batch: Batch, descriptor: BatchDescriptor) -> None:
+        if descriptor.uniform and not batch.uniform:
+            raise ValueError("a uniform descriptor is for requests with one token each")
+        most = len(self._tables) if descriptor.uniform else len(self.packed.host["input_ids"])
+        if not batch.num_tokens <= descriptor.num_tokens <= most:
+            raise ValueError(
+                f"num_tokens={descriptor.num_tokens} must be from {batch.num_tokens} (the rows of "
+                f"the batch) to {most} (the rows of the buffers)"
+            )
 
     def _write_tokens(self, rows: Sequence[BatchRow]) -> None:
         host = self.packed.host

@@ -1,10 +1,11 @@
-"""The reference of the parity tests: transformers and PEFT, one prompt and one adapter at a time."""
+"""The reference of the parity tests: transformers and PEFT, one prompt and adapter at a time."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import types
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,21 @@ class PeftReference:
 
     def _activate(self, folder: Path) -> None:
         if folder not in self._names:
-            name = self._names[folder] = f"adapter{len(self._names)}"
-            if self._peft is None:
-                self._peft = peft.PeftModel.from_pretrained(self._base, folder, name)
-            else:
-                self._peft.load_adapter(folder, name)
+            self._names[folder] = f"adapter{len(self._names)}"
+            with warnings.catch_warnings():
+                warnings.filterwarnings(
+                    "ignore", message=".*(is_gradient_checkpointing|tied layer)"
+                )
+                warnings.filterwarnings("error", message="Found missing adapter keys")
+                self._load(folder, self._names[folder])
             self._peft.to(self.dtype).eval()
         self._peft.set_adapter(self._names[folder])
+
+    def _load(self, folder: Path, name: str) -> None:
+        if self._peft is None:
+            self._peft = peft.PeftModel.from_pretrained(self._base, folder, name)
+        else:
+            self._peft.load_adapter(folder, name)
 
 
 @contextlib.contextmanager

@@ -71,14 +71,14 @@ def test_head_dim() -> None:
 
 
 def test_lora_modules_follow_head_dim_and_kv_heads() -> None:
-    modules = read(hidden_size=64, head_dim=32, intermediate_size=20).lora_modules()
+    modules = read(hidden_size=64, head_dim=24, intermediate_size=20).lora_modules()
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
     assert {name: shape for name, shape in modules.items() if "layers.0" not in name} == {
         "model.embed_tokens": (32, 64),
-        f"{attention}q_proj": (64, 128),
-        f"{attention}k_proj": (64, 64),
-        f"{attention}v_proj": (64, 64),
-        f"{attention}o_proj": (128, 64),
+        f"{attention}q_proj": (64, 96),
+        f"{attention}k_proj": (64, 48),
+        f"{attention}v_proj": (64, 48),
+        f"{attention}o_proj": (96, 64),
         f"{mlp}gate_proj": (64, 20),
         f"{mlp}up_proj": (64, 20),
         f"{mlp}down_proj": (20, 64),

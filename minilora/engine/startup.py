@@ -20,7 +20,7 @@ from minilora.lora.layers import LayerOptions
 from minilora.lora.slots import AdapterSlots
 from minilora.model.kv_cache import KVCache, bytes_per_block
 from minilora.model.llama import Llama
-from minilora.model.weights import load_weights
+from minilora.model.weights import check_weights, load_weights
 from minilora.runner import ModelRunner
 
 _CHECKPOINT_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -49,12 +49,15 @@ def build(config: EngineConfig) -> System:
     model_config = ModelConfig.from_folder(folder)
     device = _device(config.device)
     dtype = _dtype(config.dtype, model_config.dtype, device)
-    longest = _longest(config, model_config)
+    skeleton = Llama(model_config, 1, LayerOptions(dtype, torch.device("meta")))
+    check_weights(skeleton, folder)  # before any memory is taken
+    most = _most_blocks(config, model_config, dtype, device)
+    longest = min(_longest(config, model_config), most * config.block_size)
     max_loras = config.max_loras if config.enable_lora else 0
     options = LayerOptions(dtype, device, max_loras, config.max_lora_rank if max_loras else 0)
     model = Llama(model_config, longest, options)
     load_weights(model, folder, progress=sys.stderr.isatty())
-    num_blocks = _num_blocks(config, model, longest, options)
+    num_blocks = _num_blocks(config, model, most, options)
     max_model_len = _fit(config, longest, num_blocks)
     kv_cache = KVCache(model_config, num_blocks, config.block_size, dtype, device)
     kv_cache.bind(model)
@@ -136,25 +139,45 @@ def _fit(config: EngineConfig, longest: int, num_blocks: int) -> int:
     return min(longest, held)
 
 
-def _num_blocks(config: EngineConfig, model: Llama, longest: int, options: LayerOptions) -> int:
-    """Return how many KV blocks to make: as asked for, or as memory allows."""
+def _most_blocks(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return how many KV blocks there can be; on CUDA a bound, made exact by `_num_blocks`."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    block_bytes = bytes_per_block(model.config, config.block_size, options.dtype)
-    blocks_a_request = -(-longest // config.block_size)
-    if options.device.type == "cuda":
-        left = _cuda_bytes_left(config, model, options)
-        useful = left // block_bytes
-    else:
-        left = psutil.virtual_memory().available // 4
-        useful = min(left // block_bytes, config.max_num_seqs * blocks_a_request)
-    if useful < 2:
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return _blocks_in(total, config, model_config, dtype)
+    blocks_a_request = -(-_longest(config, model_config) // config.block_size)
+    left = psutil.virtual_memory().available // 4
+    held = _blocks_in(left, config, model_config, dtype)
+    return min(held, config.max_num_seqs * blocks_a_request)
+
+
+def _num_blocks(config: EngineConfig, model: Llama, most: int, options: LayerOptions) -> int:
+    """Return how many KV blocks to make: as asked for, or as memory allows."""
+    if config.num_kv_blocks is not None or options.device.type != "cuda":
+        return most
+    left = _cuda_bytes_left(config, model, options)
+    return _blocks_in(left, config, model.config, options.dtype)
+
+
+def _blocks_in(
+    left: int, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
+) -> int:
+    """Return how many KV blocks `left` bytes hold.
+
+    Raises:
+        ConfigError: fewer than two, with the bytes and the options that free some.
+    """
+    block_bytes = bytes_per_block(model_config, config.block_size, dtype)
+    if left // block_bytes < 2:
         raise ConfigError(
-            f"LLM: {left} bytes are left for the KV pool, and one block of "
+            f"LLM: {max(left, 0)} bytes are left for the KV pool, and one block of "
             f"{config.block_size} tokens takes {block_bytes}; lower max_loras, max_lora_rank or "
             "max_num_batched_tokens, or raise gpu_memory_utilization"
         )
-    return useful
+    return left // block_bytes
 
 
 def _cuda_bytes_left(config: EngineConfig, model: Llama, options: LayerOptions) -> int:

@@ -23,7 +23,7 @@ from minilora.lora.peft_config import AdapterConfig
 
 logger = logging.getLogger("minilora")
 
-_MOST_TEXT = 2000  # of an error: names in a hostile file can be megabytes long
+_MOST_TEXT = 5000  # of an error: names in a hostile file can be megabytes long
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,7 +66,7 @@ def find_folder(path: str | os.PathLike[str], adapter_root: str | None) -> Path:
     if valid:
         _check_inside(text, adapter_root)
     if not valid or not os.path.isdir(text):
-        raise AdapterError(f"{text!r} is no folder; give the folder that PEFT saved")
+        raise AdapterError(f"{text[:500]!r} is no folder; give the folder that PEFT saved")
     return Path(text)
 
 

@@ -28,14 +28,14 @@ _LORA_EMBEDDING = re.compile(
 )
 _BASE_COPY = re.compile(r"(?P<module>model\.embed_tokens|lm_head)\.base_layer\.weight")
 # Tensors of features that minilora lacks: the first that is found in a key names it.
-_FEATURES = {
-    re.compile(r"\.lora_magnitude_vector"): "use_dora",
-    re.compile(r"\.lora_[AB](\.[^.]+)?\.bias$"): "lora_bias",
-    re.compile(r"trainable_tokens"): "trainable_token_indices",
-    re.compile(r"\.modules_to_save\."): "modules_to_save",
-    re.compile(r"^(?!.*(lora_|base_layer)).*\.weight$", re.DOTALL): "modules_to_save",
-    re.compile(r"^(?!.*lora_).*\.bias$", re.DOTALL): "bias",
-}
+_FEATURES = (
+    (re.compile(r"\.lora_magnitude_vector"), "use_dora"),
+    (re.compile(r"\.lora_[AB](\.[^.]+)?\.bias$"), "lora_bias"),
+    (re.compile(r"trainable_tokens"), "trainable_token_indices"),
+    (re.compile(r"\.modules_to_save\."), "modules_to_save"),
+    (re.compile(r"^(?!.*(lora_|base_layer)).*\.weight$"), "modules_to_save"),
+    (re.compile(r"^(?!.*lora_).*\.bias$"), "bias"),
+)
 
 
 @dataclass
@@ -72,13 +72,11 @@ def sort_keys(keys: Iterable[str], shapes: Shapes) -> SortedKeys:
     for key in keys:
         name = key.removeprefix(_PREFIX)
         lora = _LORA.fullmatch(name) or _LORA_EMBEDDING.fullmatch(name)
-        copy = _BASE_COPY.fullmatch(name)
-        feature = next((text for regex, text in _FEATURES.items() if regex.search(key)), None)
         if lora:
             _add_half(found, key, lora, shapes)
-        elif copy:
+        elif copy := _BASE_COPY.fullmatch(name):
             found.base_copies[key] = copy["module"]
-        elif feature:
+        elif feature := next((name for regex, name in _FEATURES if regex.search(key)), None):
             found.features.setdefault(feature, []).append(key)
         else:
             found.misfits[key] = "no tensor of LoRA"
@@ -92,8 +90,8 @@ def _add_half(found: SortedKeys, key: str, lora: re.Match[str], shapes: Shapes) 
     if module not in shapes:
         found.misfits[key] = "the model has no such module"
     elif (lora.re is _LORA_EMBEDDING) != (module == EMBEDDING):
-        kind = "lora_embedding_A and lora_embedding_B" if module == EMBEDDING else "lora_A, lora_B"
-        found.misfits[key] = f"{module} takes {kind}"
+        kind = "lora_embedding_" if module == EMBEDDING else "lora_"
+        found.misfits[key] = f"{module} takes {kind}A and {kind}B"
     elif getattr(found.halves.setdefault(module, Halves()), half):
         found.misfits[key] = f"a second lora_{lora['half']} of {module}"
     else:

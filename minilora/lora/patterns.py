@@ -15,9 +15,7 @@ from collections.abc import Callable, Iterator
 from minilora.config.errors import AdapterError
 
 MAX_PATTERN_LENGTH = 1000
-MAX_STEPS = (
-    10_000_000  # a few seconds; 80 layers with a rank of their own for each module need half
-)
+MAX_STEPS = 10_000_000  # a few seconds; usual configs need thousands
 _MAX_NESTING = 20
 
 # (matcher, name, positions before) -> positions after; position i is bit i.
@@ -52,6 +50,10 @@ class Pattern:
             raise AdapterError(f"{source!r} is no regex: {error}") from None
         self.source = source
         self._node = _Parser(source).parse()
+        # A plain name leaves `re` nothing to try again, and thousands of them are usual: a rank
+        # of its own for every module of a large model.
+        plain = re.fullmatch(r"[\w.]+", source)
+        self.plain_tail = re.compile(rf"(?:.*\.)?{source}") if plain else None
 
     def ends(self, matcher: NameMatcher, name: str, starts: int) -> int:
         """Return every position where a match that begins at one of `starts` can end."""
@@ -75,6 +77,8 @@ class NameMatcher:
 
     def matches_tail(self, pattern: Pattern, name: str, end: int | None = None) -> bool:
         """Whether a match begins at the start of a dotted part and ends at `end` (or the end)."""
+        if pattern.plain_tail is not None and end is None:
+            return pattern.plain_tail.fullmatch(name) is not None
         ends = pattern.ends(self, name, _part_starts(name))
         return bool(ends & 1 << (len(name) if end is None else end))
 
@@ -96,7 +100,7 @@ class NameMatcher:
 
 @functools.lru_cache(maxsize=4096)
 def _part_starts(name: str) -> int:
-    return sum(1 << i for i in range(len(name)) if i == 0 or name[i - 1] == ".")
+    return 1 + sum(2 << i for i, letter in enumerate(name) if letter == ".")
 
 
 class _Parser:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from minilora.config.checks import check_bool, check_int, check_number
 from minilora.config.errors import AdapterError, ConfigError
 from minilora.lora.patterns import NameMatcher, Pattern
 
-MAX_PATTERNS = 4096
+MAX_PATTERN_TEXT = 1 << 16  # characters in one field; a key for each module of a 405B has half
 _EMBEDDINGS = ("model.embed_tokens", "lm_head")
 _MAX_RANK = 1 << 16
 _MAX_ALPHA = 1e6
@@ -186,9 +186,18 @@ def _pattern(name: str, source: Any) -> Pattern:
 
 def _pattern_values(config: Mapping[str, Any], name: str, check: Any) -> dict[Pattern, Any]:
     given = config.get(name) or {}
-    if not isinstance(given, Mapping) or len(given) > MAX_PATTERNS:
-        raise ConfigError(f"{name} must be an object with at most {MAX_PATTERNS} keys")
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r} must be an object from module names to numbers")
+    _check_amount(name, given)
     return {_pattern(name, key): check(f"{name}[{key!r}]", value) for key, value in given.items()}
+
+
+def _check_amount(name: str, patterns: Iterable[Any]) -> None:
+    length = sum(len(pattern) for pattern in patterns if isinstance(pattern, str))
+    if length > MAX_PATTERN_TEXT:
+        raise ConfigError(
+            f"{name} has {length} characters of patterns; at most {MAX_PATTERN_TEXT} are matched"
+        )
 
 
 def _modules(config: Mapping[str, Any], name: str) -> Any:
@@ -211,6 +220,7 @@ def _layers(config: Mapping[str, Any], targets: Any) -> dict[str, Any]:
     for name, given in (("layers_to_transform", layers), ("layers_pattern", patterns)):
         if given and isinstance(targets, (str, Pattern)):
             raise ConfigError(f"{name} needs target_modules to be a list, as in PEFT")
+    _check_amount("layers_pattern", patterns)
     if patterns and not layers:
         raise ConfigError("layers_pattern needs layers_to_transform, as in PEFT")
     if any(isinstance(pattern, str) and "|" in pattern for pattern in patterns):

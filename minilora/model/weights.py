@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
-from minilora.config.errors import CheckpointError, known_names
+from minilora.config.errors import CheckpointError, known_names, shown
 from minilora.config.model import read_json_object
 from minilora.model.llama import Llama
 
@@ -37,8 +37,7 @@ def load_weights(model: Llama, folder: Path, *, progress: bool = False) -> None:
             dtype, or holds a value that is not finite; the file and the tensor are named.
     """
     targets = dict(model.checkpoint_tensors())
-    files = _find_tensors(folder)
-    _check_names(set(targets), files, model.config.tie_word_embeddings, folder)
+    files = check_weights(model, folder)
     if model.lm_head.tied and "lm_head.weight" in files:
         _warn_if_head_differs(files["lm_head.weight"], model, files)
     bar = track(
@@ -53,6 +52,40 @@ def load_weights(model: Llama, folder: Path, *, progress: bool = False) -> None:
         _fill(target, files[name], name)
 
 
+def check_weights(model: Llama, folder: Path) -> dict[str, Path]:
+    """Return the file of every tensor, once their names and shapes are those of `model`.
+
+    Only the headers of the files are read, and the weights of `model` are not touched: they may
+    be on the meta device, so that a checkpoint is checked before any memory is taken for it.
+
+    Raises:
+        CheckpointError: as `load_weights`, but for values that are not finite.
+    """
+    targets = dict(model.checkpoint_tensors())
+    files = _find_tensors(folder)
+    _check_names(set(targets), files, model.config.tie_word_embeddings, folder)
+    for file in sorted(set(files.values())):
+        own = {name: t.shape for name, t in targets.items() if files[name] == file}
+        _check_shapes(file, own)
+    return files
+
+
+def _check_shapes(file: Path, shapes: dict[str, torch.Size]) -> None:
+    with safe_open(file, framework="pt") as content:
+        for name, shape in shapes.items():
+            tensor = content.get_slice(name)
+            if tuple(tensor.get_shape()) != tuple(shape):
+                raise CheckpointError(
+                    f"{file}: {name} has the shape {tuple(tensor.get_shape())}; "
+                    f"config.json asks for {tuple(shape)}"
+                )
+            if tensor.get_dtype() not in _FLOATS:
+                raise CheckpointError(
+                    f"{file}: {name} has the dtype {tensor.get_dtype()}; minilora reads "
+                    f"{', '.join(sorted(_FLOATS))}"
+                )
+
+
 def _find_tensors(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor, from the index of a sharded checkpoint or the one file."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -63,13 +96,24 @@ def _find_tensors(folder: Path) -> dict[str, Path]:
         if not isinstance(shards, dict) or not all(isinstance(x, str) for x in shards.values()):
             raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
         names = sorted(set(shards.values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            raise CheckpointError(f"{index} names the file {outside[0]!r} outside its folder")
+        strange = [name for name in names if not _is_file_name(name)]
+        if strange:
+            raise CheckpointError(f"{index} names {shown(strange[0])}, which is no file beside it")
         files = [folder / name for name in names]
     else:
         raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}")
-    return {name: file for file in files for name in _names_in(file)}
+    found: dict[str, Path] = {}
+    for file in files:
+        for name in _names_in(file):
+            if name in found:
+                raise CheckpointError(f"{name} is in both {found[name]} and {file}")
+            found[name] = file
+    return found
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name is one file of the folder, not a path out of it."""
+    return name.isprintable() and Path(name).name == name and name not in ("", "..")
 
 
 def _names_in(file: Path) -> list[str]:
@@ -97,7 +141,7 @@ def _check_names(wanted: set[str], files: dict[str, Path], tied: bool, folder: P
 
 
 def _pieces(file: Path, name: str, shape: torch.Size) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield a tensor in runs of rows, checked to have `shape`.
+    """Yield a tensor in runs of rows.
 
     The file is opened anew for each piece: the pages of a mapped file count as this process's
     memory until it is closed.
@@ -107,16 +151,6 @@ def _pieces(file: Path, name: str, shape: torch.Size) -> Iterator[tuple[slice, t
     for start in range(0, shape[0], step):
         with safe_open(file, framework="pt") as content:
             tensor = content.get_slice(name)
-            if tuple(tensor.get_shape()) != tuple(shape):
-                raise CheckpointError(
-                    f"{file}: {name} has the shape {tuple(tensor.get_shape())}; "
-                    f"config.json asks for {tuple(shape)}"
-                )
-            if tensor.get_dtype() not in _FLOATS:
-                raise CheckpointError(
-                    f"{file}: {name} has the dtype {tensor.get_dtype()}; minilora reads "
-                    f"{', '.join(sorted(_FLOATS))}"
-                )
             rows = slice(start, min(start + step, shape[0]))
             yield rows, tensor[rows]
 
@@ -135,11 +169,11 @@ def _fill(target: torch.Tensor, file: Path, name: str) -> None:
 def _warn_if_head_differs(head: Path, model: Llama, files: dict[str, Path]) -> None:
     """Follow tie_word_embeddings, as transformers does, but say so where the file disagrees."""
     name, shape = "model.embed_tokens.weight", model.embed_tokens.weight.shape
-    try:
+    with safe_open(head, framework="pt") as content:
+        same = tuple(content.get_slice("lm_head.weight").get_shape()) == tuple(shape)
+    if same:
         ours, theirs = _pieces(files[name], name, shape), _pieces(head, "lm_head.weight", shape)
         same = all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
-    except CheckpointError:
-        same = False
     if not same:
         logger.warning(
             "%s: lm_head.weight differs from the embedding, but config.json says "

@@ -31,8 +31,9 @@ def store_kv(
     rows, so that they never touch a live entry (a -1 would be the last slot of the pool).
     """
     slots = slot_mapping.long()
-    k_cache.flatten(0, 1).index_copy_(0, slots, k.to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, slots, v.to(v_cache.dtype))
+    # A view, so that a cache with gaps is refused and not copied; index_copy_ refuses a -1.
+    k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slots, k.to(k_cache.dtype))
+    v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v.to(v_cache.dtype))
 
 
 @store_kv.register_fake
@@ -127,7 +128,14 @@ def prefill_attention(
 
     Returns:
         ``[T, Hq, D]``.
+
+    Raises:
+        ValueError: the lengths describe another number of rows than `q` has.
     """
+    if q.shape[0] != sum(query_lens):
+        raise ValueError(
+            f"prefill_attention got {q.shape[0]} rows, but query_lens describe {sum(query_lens)}"
+        )
     out = torch.empty_like(q)
     start = 0
     lengths = zip(query_lens, context_lens, strict=True)

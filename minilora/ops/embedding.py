@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from minilora.ops.kernel_meta import KernelMeta
-from minilora.ops.routing import check_rows
+from minilora.ops.routing import check_call
 
 
 def lora_embedding_shrink(
@@ -29,7 +29,7 @@ def lora_embedding_shrink(
     Raises:
         ValueError: `meta` routes another number of rows than there are ids.
     """
-    check_rows("lora_embedding_shrink", input_ids, meta)
+    check_call("lora_embedding_shrink", input_ids.shape[0], meta)
     slots = meta.token_lora_mapping.long()
     rows = lora_a[slots.clamp(min=0), input_ids.long()].float()  # [T, r]
     return torch.where((slots >= 0)[:, None], rows, 0.0)[None]  # [1, T, r]

@@ -1,7 +1,7 @@
 """`lora_expand`: the second half of LoRA, ``out += h @ B^T`` for the rows of every adapter.
 
-As in `shrink.py`, the body emulates the launch grid. The scaling ``alpha / r`` is folded into
-B when an adapter is written to its slot, so it does not appear here.
+As in `shrink.py`, a Triton kernel runs on CUDA and plain PyTorch elsewhere. The scaling
+``alpha / r`` is folded into B when an adapter is written to its slot, so it does not appear here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from minilora.ops.kernel_meta import KernelMeta
-from minilora.ops.routing import check_rows, groups_of_grid
+from minilora.ops.plain import expand_groups, groups_of_grid
+from minilora.ops.routing import check_call
+from minilora.ops.triton import HAS_TRITON
 
 
 def lora_expand(
@@ -36,9 +38,11 @@ def lora_expand(
         lora_ranks: as for `lora_shrink`.
 
     Raises:
-        ValueError: `meta` routes another number of rows than `out` has.
+        ValueError: `meta` routes another number of rows than `out` or `h` has, or the grid is
+            negative.
     """
-    check_rows("lora_expand", out, meta)
+    for num_rows in (out.shape[0], h.shape[-2]):
+        check_call("lora_expand", num_rows, meta, num_active_loras)
     _expand(
         h,
         list(lora_b),
@@ -48,6 +52,7 @@ def lora_expand(
         meta.num_tokens_per_lora,
         lora_ranks,
         num_active_loras,
+        meta.token_lora_mapping,
     )
 
 
@@ -61,17 +66,35 @@ def _expand(
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
 ) -> None:
-    groups = groups_of_grid(
-        token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks, num_active_loras
-    )
-    slices = torch.split(out, [b.shape[1] for b in lora_b], dim=1)
-    for slot, rank, rows in groups:
-        for b, h_slice, out_slice in zip(lora_b, h, slices, strict=True):
-            h_rows = h_slice[:, :rank].index_select(0, rows)  # [n, rank]
-            update = h_rows @ b[slot, :, :rank].float().T  # [n, out_s]
-            total = out_slice.index_select(0, rows).float() + update
-            out_slice.index_copy_(0, rows, total.to(out.dtype))
+    tables = token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks
+    groups, rows = groups_of_grid(*tables, num_active_loras, lora_b[0].shape[2])
+    if groups:
+        expand_groups(h, lora_b, out, groups, rows)
+
+
+def _expand_cuda(
+    h: torch.Tensor,
+    lora_b: list[torch.Tensor],
+    out: torch.Tensor,
+    token_indices: torch.Tensor,
+    active_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_ranks: torch.Tensor | None,
+    num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
+) -> None:
+    from minilora.ops.triton.expand import expand
+    from minilora.ops.triton.launch import Routing
+
+    assert token_lora_mapping is not None, "the kernel finds the rows of a decode step in it"
+    routing = Routing(token_lora_mapping, token_indices, active_lora_ids, num_tokens_per_lora)
+    expand(h, lora_b, out, routing, lora_ranks, num_active_loras)
+
+
+if HAS_TRITON:
+    _expand.register_kernel("cuda")(_expand_cuda)
 
 
 @_expand.register_fake
@@ -84,5 +107,6 @@ def _expand_nothing(
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
 ) -> None:
     return None

@@ -1,8 +1,7 @@
 """`lora_shrink`: the first half of LoRA, ``h = x @ A^T`` for the rows of every adapter.
 
-The contract is on `lora_shrink`. The body below is plain PyTorch and runs on any device. It
-emulates the launch grid of a kernel: it visits ``range(num_active_loras)`` groups and no more,
-so that a grid that is too small gives wrong numbers on a CPU too.
+The contract is on `lora_shrink`. On CUDA the op launches a Triton kernel (`ops/triton/shrink.py`);
+elsewhere it runs in plain PyTorch (`ops/plain.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from minilora.ops.kernel_meta import KernelMeta
-from minilora.ops.routing import check_rows, groups_of_grid
+from minilora.ops.plain import groups_of_grid, shrink_groups
+from minilora.ops.routing import check_call
+from minilora.ops.triton import HAS_TRITON
 
 
 def lora_shrink(
@@ -38,9 +39,9 @@ def lora_shrink(
         graph (vLLM #25914 cleared it outside the ops, for every graph).
 
     Raises:
-        ValueError: `meta` routes another number of rows than `x` has (vLLM issue 51121).
+        ValueError: `meta` routes another number of rows than `x` has, or the grid is negative.
     """
-    check_rows("lora_shrink", x, meta)
+    check_call("lora_shrink", x.shape[0], meta, num_active_loras)
     h: torch.Tensor = _shrink(
         x,
         list(lora_a),
@@ -49,6 +50,7 @@ def lora_shrink(
         meta.num_tokens_per_lora,
         lora_ranks,
         num_active_loras,
+        meta.token_lora_mapping,
     )
     return h
 
@@ -62,16 +64,37 @@ def _shrink(
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor:
     h = _new_h(x, lora_a)
-    groups = groups_of_grid(
-        token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks, num_active_loras
-    )
-    for slot, rank, rows in groups:
-        x_rows = x.index_select(0, rows).float()  # [n, in]
-        for a, h_slice in zip(lora_a, h, strict=True):
-            h_slice[:, :rank].index_copy_(0, rows, x_rows @ a[slot, :rank].float().T)
+    tables = token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks
+    groups, rows = groups_of_grid(*tables, num_active_loras, lora_a[0].shape[1])
+    if groups:
+        shrink_groups(x, lora_a, h, groups, rows)
     return h
+
+
+def _shrink_cuda(
+    x: torch.Tensor,
+    lora_a: list[torch.Tensor],
+    token_indices: torch.Tensor,
+    active_lora_ids: torch.Tensor,
+    num_tokens_per_lora: torch.Tensor,
+    lora_ranks: torch.Tensor | None,
+    num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
+) -> torch.Tensor:
+    from minilora.ops.triton.launch import Routing
+    from minilora.ops.triton.shrink import shrink
+
+    assert token_lora_mapping is not None, "the kernel finds the rows of a decode step in it"
+    routing = Routing(token_lora_mapping, token_indices, active_lora_ids, num_tokens_per_lora)
+    h: torch.Tensor = shrink(x, lora_a, routing, lora_ranks, num_active_loras)
+    return h
+
+
+if HAS_TRITON:
+    _shrink.register_kernel("cuda")(_shrink_cuda)
 
 
 @_shrink.register_fake
@@ -83,10 +106,15 @@ def _shrink_shape(
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
+    token_lora_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return _new_h(x, lora_a)
 
 
 def _new_h(x: torch.Tensor, lora_a: list[torch.Tensor]) -> torch.Tensor:
     """[S, T, r] float32; zeros, since opcheck compares what no adapter's row writes, too."""
+    if HAS_TRITON and x.device.type == "cuda":
+        from minilora.ops.triton.launch import new_h
+
+        return new_h(x, lora_a)
     return x.new_zeros(len(lora_a), x.shape[0], lora_a[0].shape[1], dtype=torch.float32)

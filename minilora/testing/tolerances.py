@@ -1,23 +1,25 @@
 """The one place of tolerances: how far logits may be from the oracle's, by dtype.
 
 An error is measured relative to the range (largest minus smallest) of the expected logits of its
-row, because that is what separates one token from another. For scale: on the tiny models below,
-an adapter that is served in place of another is off by half of the range or more.
+row, because that is what separates one token from another.
 
-Where the values come from: transformers + PEFT against the float64 oracle, worst row of all, with
-`make_tiny_llama` (2 and 12 layers; also grouped heads, explicit head_dim, biases, tied), the base
-and `make_tiny_adapter` on every module at ranks 1 to 64, prompts of 1, 30 and 200 tokens, on a CPU
+Where the values come from: transformers + PEFT against the float64 oracle, worst element of all,
+with `make_tiny_llama` (also grouped heads, explicit head_dim, biases, tied), the base and
+`make_tiny_adapter` on every module at ranks 1 to 64, prompts of 1, 30 and 200 tokens, on a CPU
 (torch 2.13, transformers 5.24, peft 0.21):
 
-| dtype    | 2 layers | 12 layers | allowed | eps of the dtype |
-|----------|----------|-----------|---------|------------------|
-| float32  | 1.6e-6   | 2.5e-6    | 1e-4    | 1.2e-7           |
-| float16  | 4.3e-3   | 7.3e-3    | 1e-2    | 9.8e-4           |
-| bfloat16 | 2.4e-2   | 4.4e-2    | 6e-2    | 7.8e-3           |
+| dtype    | median row | worst, 2 layers | + rsLoRA of rank 16 | worst, 12 layers | allowed |
+|----------|------------|-----------------|---------------------|------------------|---------|
+| float32  | 4e-7       | 1.8e-6          | 2.9e-6              | 3.6e-6           | 1e-4    |
+| float16  | 1.2e-3     | 8.5e-3          | 1.8e-2              | 9.9e-3           | 2e-2    |
+| bfloat16 | 8e-3       | 3.2e-2          | 4.4e-2              | 6.5e-2           | 6e-2    |
 
-In half precision most of an error is the rounding of weights and activations, which is the same
-for every implementation. An adapter much larger than the model's own weights multiplies it: one
-with four times the default `scale` is off by 0.12 in bfloat16, and by 4e-6 in float32.
+For scale: with an adapter on every module, another adapter's answer is off by about half of the
+range, and one module of one layer left out by 0.05 to 0.3. So half precision shows coarse faults,
+and float32 all of them.
+
+A random model amplifies rounding, the more the deeper it is and the larger its adapter: with
+rsLoRA of rank 16 the scaling is four times the usual. Half-precision tests use two layers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from types import MappingProxyType
 import torch
 
 LOGIT_TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
-    {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+    {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 )
 
 
