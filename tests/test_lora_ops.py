@@ -447,9 +447,7 @@ def test_no_adapter_in_slot_zero_that_is_nan() -> None:
 
 
 def shrink_args(call: Call) -> tuple[object, ...]:
-    m = call.meta
-    tables = m.token_indices_sorted_by_lora_ids, m.active_lora_ids, m.num_tokens_per_lora
-    return call.x, call.a, *tables, call.lora_ranks, len(call.active)
+    return call.x, call.a, *call.meta.tables, call.lora_ranks, len(call.active)
 
 
 def expand_args(call: Call) -> tuple[object, ...]:

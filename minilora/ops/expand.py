@@ -7,6 +7,7 @@ As in `shrink.py`, a Triton kernel runs on CUDA and plain PyTorch elsewhere. The
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -43,17 +44,7 @@ def lora_expand(
     """
     for num_rows in (out.shape[0], h.shape[-2]):
         check_call("lora_expand", num_rows, meta, num_active_loras)
-    _expand(
-        h,
-        list(lora_b),
-        out,
-        meta.token_indices_sorted_by_lora_ids,
-        meta.active_lora_ids,
-        meta.num_tokens_per_lora,
-        lora_ranks,
-        num_active_loras,
-        meta.token_lora_mapping,
-    )
+    _expand(h, list(lora_b), out, *meta.tables, lora_ranks, num_active_loras)
 
 
 @torch.library.custom_op("minilora::lora_expand", mutates_args=("out",))
@@ -61,12 +52,12 @@ def _expand(
     h: torch.Tensor,
     lora_b: list[torch.Tensor],
     out: torch.Tensor,
+    token_lora_mapping: torch.Tensor,
     token_indices: torch.Tensor,
     active_lora_ids: torch.Tensor,
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
 ) -> None:
     tables = token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks
     groups, rows = groups_of_grid(*tables, num_active_loras, lora_b[0].shape[2])
@@ -74,39 +65,19 @@ def _expand(
         expand_groups(h, lora_b, out, groups, rows)
 
 
-def _expand_cuda(
-    h: torch.Tensor,
-    lora_b: list[torch.Tensor],
-    out: torch.Tensor,
-    token_indices: torch.Tensor,
-    active_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_ranks: torch.Tensor | None,
-    num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
-) -> None:
-    from minilora.ops.triton.expand import expand
-    from minilora.ops.triton.launch import Routing
-
-    assert token_lora_mapping is not None, "the kernel finds the rows of a decode step in it"
-    routing = Routing(token_lora_mapping, token_indices, active_lora_ids, num_tokens_per_lora)
-    expand(h, lora_b, out, routing, lora_ranks, num_active_loras)
+@_expand.register_fake
+def _expand_nothing(*arguments: object) -> None:
+    return None
 
 
 if HAS_TRITON:
-    _expand.register_kernel("cuda")(_expand_cuda)
 
+    @_expand.register_kernel("cuda")
+    def _expand_on_cuda(
+        h: torch.Tensor, lora_b: list[torch.Tensor], out: torch.Tensor, *routing: Any
+    ) -> None:
+        from minilora.ops.triton.expand import expand
+        from minilora.ops.triton.launch import Routing
 
-@_expand.register_fake
-def _expand_nothing(
-    h: torch.Tensor,
-    lora_b: list[torch.Tensor],
-    out: torch.Tensor,
-    token_indices: torch.Tensor,
-    active_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_ranks: torch.Tensor | None,
-    num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
-) -> None:
-    return None
+        *tables, lora_ranks, num_active_loras = routing
+        expand(h, lora_b, out, Routing(*tables), lora_ranks, num_active_loras)

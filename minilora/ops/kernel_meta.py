@@ -79,6 +79,16 @@ class KernelMeta:
             f"{prefix}lora_token_start_loc": max_loras + 1,
         }
 
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Mapping, sorted rows, groups' slots and groups' sizes, in the order the ops take them."""
+        return (
+            self.token_lora_mapping,
+            self.token_indices_sorted_by_lora_ids,
+            self.active_lora_ids,
+            self.num_tokens_per_lora,
+        )
+
     def prepare(
         self,
         token_lora_mapping: Sequence[int] | npt.NDArray[np.integer],

@@ -7,6 +7,7 @@ elsewhere it runs in plain PyTorch (`ops/plain.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -42,16 +43,7 @@ def lora_shrink(
         ValueError: `meta` routes another number of rows than `x` has, or the grid is negative.
     """
     check_call("lora_shrink", x.shape[0], meta, num_active_loras)
-    h: torch.Tensor = _shrink(
-        x,
-        list(lora_a),
-        meta.token_indices_sorted_by_lora_ids,
-        meta.active_lora_ids,
-        meta.num_tokens_per_lora,
-        lora_ranks,
-        num_active_loras,
-        meta.token_lora_mapping,
-    )
+    h: torch.Tensor = _shrink(x, list(lora_a), *meta.tables, lora_ranks, num_active_loras)
     return h
 
 
@@ -59,62 +51,46 @@ def lora_shrink(
 def _shrink(
     x: torch.Tensor,
     lora_a: list[torch.Tensor],
+    token_lora_mapping: torch.Tensor,
     token_indices: torch.Tensor,
     active_lora_ids: torch.Tensor,
     num_tokens_per_lora: torch.Tensor,
     lora_ranks: torch.Tensor | None,
     num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    h = _new_h(x, lora_a)
     tables = token_indices, active_lora_ids, num_tokens_per_lora, lora_ranks
     groups, rows = groups_of_grid(*tables, num_active_loras, lora_a[0].shape[1])
+    h = _new_h(x, lora_a)
     if groups:
         shrink_groups(x, lora_a, h, groups, rows)
     return h
 
 
-def _shrink_cuda(
-    x: torch.Tensor,
-    lora_a: list[torch.Tensor],
-    token_indices: torch.Tensor,
-    active_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_ranks: torch.Tensor | None,
-    num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
-) -> torch.Tensor:
-    from minilora.ops.triton.launch import Routing
-    from minilora.ops.triton.shrink import shrink
-
-    assert token_lora_mapping is not None, "the kernel finds the rows of a decode step in it"
-    routing = Routing(token_lora_mapping, token_indices, active_lora_ids, num_tokens_per_lora)
-    h: torch.Tensor = shrink(x, lora_a, routing, lora_ranks, num_active_loras)
-    return h
-
-
-if HAS_TRITON:
-    _shrink.register_kernel("cuda")(_shrink_cuda)
-
-
 @_shrink.register_fake
-def _shrink_shape(
-    x: torch.Tensor,
-    lora_a: list[torch.Tensor],
-    token_indices: torch.Tensor,
-    active_lora_ids: torch.Tensor,
-    num_tokens_per_lora: torch.Tensor,
-    lora_ranks: torch.Tensor | None,
-    num_active_loras: int,
-    token_lora_mapping: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _shrink_shape(x: torch.Tensor, lora_a: list[torch.Tensor], *routing: object) -> torch.Tensor:
     return _new_h(x, lora_a)
 
 
 def _new_h(x: torch.Tensor, lora_a: list[torch.Tensor]) -> torch.Tensor:
-    """[S, T, r] float32; zeros, since opcheck compares what no adapter's row writes, too."""
+    """Return h as the device's shrink makes it.
+
+    Elsewhere than on CUDA: float32 ``[S, T, r]``, zeros, since opcheck also compares the rows
+    without an adapter, which nothing reads.
+    """
     if HAS_TRITON and x.device.type == "cuda":
         from minilora.ops.triton.launch import new_h
 
         return new_h(x, lora_a)
     return x.new_zeros(len(lora_a), x.shape[0], lora_a[0].shape[1], dtype=torch.float32)
+
+
+if HAS_TRITON:
+
+    @_shrink.register_kernel("cuda")
+    def _shrink_on_cuda(x: torch.Tensor, lora_a: list[torch.Tensor], *routing: Any) -> torch.Tensor:
+        from minilora.ops.triton.launch import Routing
+        from minilora.ops.triton.shrink import shrink
+
+        *tables, lora_ranks, num_active_loras = routing
+        h: torch.Tensor = shrink(x, lora_a, Routing(*tables), lora_ranks, num_active_loras)
+        return h
