@@ -3,8 +3,9 @@
 Coordinates of the hidden state: 0 is on for every token, and ``1 + t`` stands for token t. The
 embedding of t switches on both; row ``t + 1`` of lm_head looks at coordinate ``1 + t``, so the
 base answers t + 1. Attention averages over the context (q = k = 0) and, like the MLP, adds
-nothing until an adapter makes it. No tolerance is needed to compare answers: where the winner has
-a logit of 5 or more, the others have less than half of it, in bfloat16 too.
+nothing until an adapter makes it. No tolerance is needed to compare answers: the winning logit is
+at least ten times every other one, in half precision too (less where requests with different "v"
+adapters share a KV cache: then the majority wins).
 
 From `F-SIG` of the field reports; there is no tokenizer, prompts are token ids.
 """
