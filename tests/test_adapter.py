@@ -231,6 +231,7 @@ def test_l10_the_tensors_decide_whatever_target_modules_is(tmp_path: Path) -> No
 def test_targets_without_tensors_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "minilora"):
         load(write(tmp_path, target_modules=[Q, V]))
+        load(write(tmp_path, target_modules=None))
         assert not caplog.records
         load(write(tmp_path, target_modules=[Q, V, "o_proj"]))
     assert "'sql'" in caplog.text

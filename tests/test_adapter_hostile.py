@@ -63,6 +63,9 @@ WEIGHTS: dict[str, tuple[bytes, str]] = {
     "a_long_key": (
         safetensors({"k" * 1_000_000: entry([1], 0, 4)}, b"abcd"), "none of its 1 tensors fits"
     ),
+    "a_long_feature": (
+        safetensors({"k" * 1_000_000 + ".bias": entry([1], 0, 4)}, b"abcd"), "bias (tensors 'kkkk"
+    ),
     "a_long_module": (
         safetensors({"m." * 500_000 + "lora_A.weight": entry([1], 0, 4)}, b"abcd"), "no such module"
     ),
@@ -176,6 +179,7 @@ def test_l11_a_pickle_is_not_run(
 
 PICKLED: dict[str, tuple[Any, str]] = {
     "a_list": ([torch.ones(2)], "must hold a dict from names to tensors"),
+    "a_list_of_names": (["a", "b"], "must hold a dict from names to tensors"),
     "a_tensor": (torch.ones(2), "must hold a dict from names to tensors"),
     "number_keys": ({1: torch.ones(2)}, "must hold a dict from names to tensors"),
     "a_number": (lora(Q) | {"epoch": 3}, "'epoch' is no plain tensor but int"),
@@ -239,8 +243,9 @@ def test_missing_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "a\0b", "x" * 5000])
 def test_paths_that_cannot_be(path: str) -> None:
-    with pytest.raises(AdapterError, match=r"adapter 'sql': .* is no folder"):
-        load_adapter("sql", path, MODEL, max_lora_rank=8)
+    for root in (None, os.getcwd()):
+        with pytest.raises(AdapterError, match=r"adapter 'sql': .* is no folder"):
+            load_adapter("sql", path, MODEL, max_lora_rank=8, adapter_root=root)
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:

@@ -219,7 +219,8 @@ def test_nothing_of_the_steps_before_is_left(seed: int) -> None:
     for _ in range(3):
         batch = random_batch(rng)
         descriptor = random_descriptor(batch, rng)
-        used.packed.tensor.fill_(0x7F7F7F7F)  # even if the device forgot everything
+        for memory in (*used.packed.host.values(), used.packed.tensor.numpy()):
+            memory.fill(0x7F7F7F7F)  # whatever else was there
         step = used.write(batch, descriptor)
         fresh = new_buffers()
         want = values(fresh.write(batch, descriptor))

@@ -42,6 +42,7 @@ def make_llm(zoo: Any, device: str) -> Callable[..., LLM]:
 
 def assert_nothing_held(llm: LLM) -> None:
     """Every block is free and no adapter has a user."""
+    assert not llm.has_unfinished_requests()
     pool = llm.scheduler.pool
     assert pool.num_free == pool.num_blocks
     assert not llm.scheduler.has_requests
@@ -374,8 +375,9 @@ def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(make_llm: 
         raise RuntimeError("out of memory")
 
     llm.runner.model.forward = broken
-    with pytest.raises(RuntimeError, match="out of memory"):
-        llm.generate([BASE, BASE], GREEDY)
+    for output in llm.generate([BASE, BASE], GREEDY):
+        assert output.finish_reason == "error"
+        assert output.error == "the step failed: RuntimeError: out of memory"
     llm.runner.model.forward = forward
     assert tokens(llm.generate([BASE], GREEDY)) == [[5, 6, 7, 8]]
     assert_nothing_held(llm)

@@ -119,7 +119,8 @@ def test_nothing_of_the_step_before_is_left(before: list[int], after: list[int])
     meta = KernelMeta(12, 4, packed=used)
     meta.write(before, 12, 4)
     used.upload()
-    used.tensor.fill_(0x7F7F7F7F)  # and even if the device forgot everything
+    for memory in (*used.host.values(), used.tensor.numpy()):  # whatever else was there
+        memory.fill(0x7F7F7F7F)
     meta.write(after, len(after), 4)
     used.upload()
     KernelMeta(12, 4, packed=fresh).write(after, len(after), 4)

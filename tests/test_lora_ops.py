@@ -217,6 +217,13 @@ def test_rows_of_no_adapter_keep_every_bit() -> None:
     call.check(call.run())
 
 
+def test_rows_of_an_adapter_that_is_not_in_this_layer_keep_every_bit() -> None:
+    """Rank 0: adding a zero would turn -0.0 into 0.0."""
+    call = Call([1, 0, 1], ranks=(4, 0, 4, 4))
+    call.out[[0, 2]] = torch.tensor([-0.0, torch.nan, torch.inf, 1e-40, -0.0])
+    call.check(call.run())
+
+
 def test_expand_reads_no_h_of_other_rows_or_ranks() -> None:
     call = Call(MIXED, ranks=(4, 0, 1, 3), outs=(5, 2))
     h = call.shrink()

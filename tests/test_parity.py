@@ -52,19 +52,20 @@ class LogitsLLM(LLM):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kept: dict[str, list[torch.Tensor]] = {}
-        execute = self.runner.execute
+        run, execute = self.runner.execute, self._core._execute
 
         def keeping(batch: Any) -> torch.Tensor:
-            self.last = execute(batch)
+            self.last = run(batch)
             return self.last
 
-        self.runner.execute = keeping  # type: ignore[method-assign]
+        def execute_and_keep(step: Any) -> Any:
+            sampled = execute(step)
+            for request, row in zip(step.sampling, self.last, strict=True):
+                self._keep(request, row)
+            return sampled
 
-    def _execute(self, step: Any) -> list[Any]:
-        sampled = super()._execute(step)
-        for request, row in zip(step.sampling, self.last, strict=True):
-            self._keep(request, row)
-        return sampled
+        self.runner.execute = keeping  # type: ignore[method-assign]
+        self._core._execute = execute_and_keep  # type: ignore[method-assign]
 
     def _keep(self, request: Request, row: torch.Tensor) -> None:
         self.kept.setdefault(request.request_id, []).append(row.clone())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from tempfile import NamedTemporaryFile
+from typing import IO, TYPE_CHECKING, Any
 
 from minilora.cli.options import add_flags, given
 from minilora.config.engine import EngineConfig
@@ -91,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if args.lora:
         options.setdefault("enable_lora", True)
     sampling = given(args, SamplingParams, leave_out={"seed"})
-    SamplingParams(**sampling)  # a wrong value is found before the model is loaded
+    # A wrong value is found before the model is loaded; the checkpoint may allow more tokens.
+    SamplingParams(**{"max_tokens": 1 << 30, **sampling})
     with _open_output(args.output) as output:
         llm = LLM(args.model, **options)
         _load_adapters(llm, args.lora)
@@ -116,10 +119,14 @@ def _read_lines(file: str | None) -> list[dict[str, Any]]:
     """Read a JSONL file; a line that is no record is kept as an error, so nothing is lost."""
     if file is None:
         return []
-    text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+    try:
+        text = raw.decode("utf-8-sig")  # a byte order mark is no part of the first record
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{file} is no UTF-8 text (byte {error.start})") from None
     return [
         _entry(f"{file}:{number}", line)
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in enumerate(text.split("\n"), 1)  # U+2028 may stand in a string
         if line.strip()
     ]
 
@@ -127,13 +134,15 @@ def _read_lines(file: str | None) -> list[dict[str, Any]]:
 def _entry(where: str, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {"prompt": None, "error": f"{where} is no valid JSON: {error}"}
     if not isinstance(entry, dict) or "prompt" not in entry:
         return {"prompt": None, "error": f'{where} must be an object with "prompt"'}
     unknown = set(entry) - {"prompt", "adapter"}
     if unknown:
         entry["error"] = f'{where} has the unknown key {min(unknown)!r}; use "prompt" and "adapter"'
+    if not isinstance(entry.get("adapter"), (str, type(None))):
+        entry["error"] = f"{where}: adapter={entry.pop('adapter')!r} must be a name"
     return entry
 
 
@@ -175,15 +184,28 @@ def _record(entry: dict[str, Any], output: RequestOutput | None) -> dict[str, An
 
 
 @contextmanager
-def _open_output(file: str | None) -> Iterator[TextIO | None]:
-    """Open the output before any work, so that a wrong path costs nothing."""
-    if file is None:
-        yield None
-    elif file == "-":
-        yield sys.stdout
-    else:
-        with open(file, "w", encoding="utf-8") as output:
+def _open_output(file: str | None) -> Iterator[IO[str] | None]:
+    """Open the output before any work, so that a wrong path costs nothing.
+
+    A file appears under its name when all is written: until then an old one, which may be the
+    input, is not touched.
+    """
+    if file is None or file == "-":
+        yield None if file is None else sys.stdout
+        return
+    target = Path(file)
+    if not target.parent.is_dir():
+        raise RequestError(f"--output {file!r} lies in no folder that exists")
+    # Half a surrogate pair cannot be written as UTF-8; as \\udxxx it is valid JSON.
+    with NamedTemporaryFile(
+        "w", encoding="utf-8", errors="backslashreplace", dir=target.parent, delete=False
+    ) as output:
+        try:
             yield output
+        except BaseException:
+            os.unlink(output.name)
+            raise
+    os.replace(output.name, target)
 
 
 def _print_table(records: list[dict[str, Any]]) -> None:

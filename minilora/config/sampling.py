@@ -64,8 +64,7 @@ class SamplingParams:
         if check_number(_WHERE, "top_p", self.top_p, 0.0, 1.0) == 0.0:
             raise ConfigError(f"{_WHERE}top_p=0 leaves no token; use temperature=0 for greedy")
         check_number(_WHERE, "min_p", self.min_p, 0.0, 1.0)
-        if check_number(_WHERE, "repetition_penalty", self.repetition_penalty, 0.0, 100.0) == 0.0:
-            raise ConfigError(f"{_WHERE}repetition_penalty=0 divides by zero; 1.0 means none")
+        check_number(_WHERE, "repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             check_int(_WHERE, "seed", self.seed, 0, 2**63 - 1)
         check_int(_WHERE, "max_tokens", self.max_tokens, 1, 2**31 - 1)

@@ -9,62 +9,66 @@ from minilora.engine.sampler import Logprob, SampledToken
 
 
 def commit_token(request: Request, token: SampledToken, max_model_len: int) -> None:
-    """Append `token`, update text and log probabilities, and set `finish_reason` at the end.
+    """Append `token`, update text and log probabilities, and end the answer if it does.
 
-    A row of logits that was not finite fails the request; it is never token 0.
+    A row of logits without a token to choose fails the request; it is never token 0.
     """
     if not token.finite:
-        by = f"adapter {request.adapter.name!r}" if request.adapter else "the base model"
-        fail(request, f"{by} gave logits that are not finite (NaN or infinite); no token is chosen")
+        request.fail(_no_token(request))
         return
     request.output_token_ids.append(token.token_id)
     _keep_logprobs(request, token)
-    if not _ends_with_token(request, token.token_id):
-        _push_text(request, token.token_id)
-        length = len(request.output_token_ids)
-        if not request.finished and (
-            length >= request.params.max_tokens or request.num_tokens >= max_model_len
-        ):
-            request.finish_reason = "length"
-    if request.finished:
-        finish_text(request)
+    reason = _stop_by_token(request, token.token_id)
+    if reason is None:
+        reason = _push_text(request, token.token_id) or _length_limit(request, max_model_len)
+    if reason is not None:
+        finish(request, reason)
 
 
-def finish_text(request: Request) -> None:
-    """Release the text that was held back; a stop string may still be found in it."""
+def finish(request: Request, reason: str) -> None:
+    """End an answer: release the text that was held back, where a stop string may still be."""
     if request.detokenizer is not None:
         request.detokenizer.flush()
-        _look_for_stop_string(request)
+        reason = _stop_by_text(request) or reason
+    request.finish_reason = reason  # last: whoever sees it, in any thread, sees all the text
 
 
-def fail(request: Request, error: str) -> None:
-    """End a request with an error; the others go on."""
-    request.finish_reason, request.error = "error", error
+def _no_token(request: Request) -> str:
+    by = f"adapter {request.adapter.name!r}" if request.adapter else "the base model"
+    banned = " or min_tokens bans every token" if request.banned_token_ids() else ""
+    return f"{by} gave logits that are not finite (NaN or infinite){banned}; no token is chosen"
 
 
-def _ends_with_token(request: Request, token_id: int) -> bool:
-    """Finish at an end token or a stop token, whose text is not part of the answer."""
+def _stop_by_token(request: Request, token_id: int) -> str | None:
+    """Return "stop" at an end token or a stop token, whose text is not part of the answer."""
     if len(request.output_token_ids) <= request.params.min_tokens:
-        return False
+        return None
     if token_id in request.end_token_ids:
-        request.finish_reason = "stop"
-    elif token_id in (request.params.stop_token_ids or ()):
-        request.finish_reason, request.stop_reason = "stop", token_id
-    return request.finished
+        return "stop"
+    if token_id in (request.params.stop_token_ids or ()):
+        request.stop_reason = token_id
+        return "stop"
+    return None
 
 
-def _push_text(request: Request, token_id: int) -> None:
+def _push_text(request: Request, token_id: int) -> str | None:
     if request.detokenizer is None:
-        return
+        return None
     watch = len(request.output_token_ids) > request.params.min_tokens
     request.detokenizer.push(token_id, watch)
-    _look_for_stop_string(request)
+    return _stop_by_text(request)
 
 
-def _look_for_stop_string(request: Request) -> None:
-    if request.detokenizer is not None and request.detokenizer.stop_string is not None:
-        request.finish_reason = "stop"
-        request.stop_reason = request.detokenizer.stop_string
+def _stop_by_text(request: Request) -> str | None:
+    if request.detokenizer is None or request.detokenizer.stop_string is None:
+        return None
+    request.stop_reason = request.detokenizer.stop_string
+    return "stop"
+
+
+def _length_limit(request: Request, max_model_len: int) -> str | None:
+    long = len(request.output_token_ids) >= request.params.max_tokens
+    return "length" if long or request.num_tokens >= max_model_len else None
 
 
 def _keep_logprobs(request: Request, token: SampledToken) -> None:

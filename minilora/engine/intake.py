@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,6 +56,8 @@ class Intake:
     ) -> list[Request]:
         """Make the `params.n` requests of one prompt; `where` names it in an error.
 
+        Each holds its adapter until the scheduler removes it, or `give_back` lets it go.
+
         Raises:
             RequestError: a prompt or parameter that this model cannot serve.
             AdapterError: an unknown or faulty adapter.
@@ -63,7 +65,7 @@ class Intake:
         text, token_ids = self._tokens(prompt, where)
         self._check_length(token_ids, where)
         self._check_params(params)
-        adapter = self._adapter(lora_request)
+        adapter = self._hold_adapter(lora_request, params.n)
         serial = next(self._serial)
         ends = frozenset(() if params.ignore_eos else self._config.eos_token_ids)
         return [
@@ -99,7 +101,7 @@ class Intake:
                     f"{where} is text, but the checkpoint has no tokenizer.json; give token ids"
                 )
             return prompt, self._in_vocabulary(self._tokenizer.encode(prompt), where)
-        if not isinstance(prompt, Sequence):
+        if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
             raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or token ids")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
@@ -125,6 +127,8 @@ class Intake:
             )
 
     def _check_params(self, params: SamplingParams) -> None:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params={shown(params)} must be SamplingParams")
         vocab = self._config.vocab_size
         for token in params.stop_token_ids or ():
             if token >= vocab:
@@ -137,7 +141,13 @@ class Intake:
                 "use stop_token_ids"
             )
 
-    def _adapter(self, lora_request: LoRARequest | None) -> AdapterVersion | None:
+    def give_back(self, requests: Sequence[Request]) -> None:
+        """Let go of the adapters of requests that will not be queued."""
+        for request in requests:
+            if request.adapter is not None and self._slots is not None:
+                self._slots.registry.release(request.adapter)
+
+    def _hold_adapter(self, lora_request: LoRARequest | None, users: int) -> AdapterVersion | None:
         if lora_request is None:
             return None
         if not isinstance(lora_request, LoRARequest):
@@ -149,13 +159,17 @@ class Intake:
                 f"lora_request asks for adapter {lora_request.name!r}, but the engine was built "
                 "without adapters; use enable_lora=True"
             )
-        return self._slots.registry.find_or_load(lora_request.name, lora_request.path)
+        return self._slots.registry.hold(lora_request.name, lora_request.path, users)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
     """Return a list of prompts from one text, one list of token ids, or a sequence of these."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes)):
         return [prompts]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts={shown(prompts)} must be a text, token ids, or a list of these"
+        )
     prompts = list(prompts)
     numbers = [isinstance(item, (int, np.integer)) for item in prompts]
     return [prompts] if prompts and all(numbers) else prompts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,13 +12,12 @@ from minilora.config.errors import AdapterError, RequestError
 from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.blocks import BlockPool
-from minilora.engine.commit import commit_token, fail, finish_text
+from minilora.engine.core import EngineCore
 from minilora.engine.intake import Intake, Prompt, as_prompts, one_each
 from minilora.engine.outputs import RequestOutput, StreamEvent, request_output
 from minilora.engine.progress import progress_bar
 from minilora.engine.request import Request
-from minilora.engine.sampler import SampledToken, SamplingRow, sample
-from minilora.engine.scheduler import ScheduledStep, Scheduler
+from minilora.engine.scheduler import Scheduler
 from minilora.engine.startup import build, default_params
 from minilora.engine.stream import Follower
 from minilora.engine.tokenizer import Tokenizer
@@ -68,8 +66,7 @@ class LLM:
             seed=self.config.seed,
         )
         self._default_params = default_params(self._system.folder)
-        self._answers: dict[str, list[Request]] = {}
-        self._lock = threading.RLock()
+        self._core = EngineCore(self.runner, self.scheduler, self.max_model_len)
 
     # ---- prompts in, answers out
 
@@ -101,10 +98,10 @@ class LLM:
         try:
             with progress_bar(groups, progress) as advance:
                 while not all(answer.finished for group in groups for answer in group):
-                    self.step()
+                    self._core.step()
                     advance()
         finally:
-            self._abort([answer for group in groups for answer in group])
+            self._core.abort(answer for group in groups for answer in group)
         return [request_output(group) for group in groups]
 
     def chat(
@@ -157,9 +154,9 @@ class LLM:
                     yield from follower.new_events()
                 followers = [follower for follower in followers if not follower.done]
                 if followers:
-                    self.step()
+                    self._core.step()
         finally:
-            self._abort([answer for group in groups for answer in group])
+            self._core.drop(answer for group in groups for answer in group)
 
     # ---- one request, one step
 
@@ -170,7 +167,7 @@ class LLM:
         lora_request: LoRARequest | None = None,
     ) -> str:
         """Queue one prompt and return its id; `step` answers it."""
-        group = self._submit([prompt], sampling_params, lora_request)[0]
+        group = self._submit([prompt], sampling_params, lora_request, polled=True)[0]
         return group[0].request_id
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -178,75 +175,46 @@ class LLM:
         return self._default_params
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has anything to do."""
-        return self.scheduler.has_requests
+        """Whether `step` has anything to do or to return."""
+        return self._core.has_work()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step: schedule, execute, commit. Return the outputs that it finished."""
-        with self._lock:
-            step = self.scheduler.schedule()
-            sampled = self._execute(step)
-            return self._commit(step, sampled)
+        """Run one step; return the outputs of `add_request` that were finished since the last.
 
-    def _execute(self, step: ScheduledStep) -> list[SampledToken]:
-        if not step.requests:
-            return []
-        try:
-            logits = self.runner.execute(step.batch)
-            return sample(logits, [_sampling_row(request) for request in step.sampling])
-        except Exception as error:
-            for request in step.requests:  # the engine goes on without them
-                fail(request, f"the step failed: {type(error).__name__}: {error}")
-            self._commit(step, [])
-            raise
-
-    def _commit(self, step: ScheduledStep, sampled: list[SampledToken]) -> list[RequestOutput]:
-        for request, row in zip(step.requests, step.batch.rows, strict=True):
-            request.num_computed += len(row.token_ids)
-        for request, token in zip(step.sampling, sampled, strict=False):
-            commit_token(request, token, self.max_model_len)
-        touched = (*step.failed, *step.requests)
-        return self._finish([request for request in touched if request.finished])
-
-    def _finish(self, requests: Sequence[Request]) -> list[RequestOutput]:
-        """Give back what finished requests hold; return the outputs that are now whole."""
-        for request in requests:
-            self.scheduler.remove(request)
-        ids = dict.fromkeys(request.request_id for request in requests)
-        whole = [name for name in ids if all(answer.finished for answer in self._answers[name])]
-        return [request_output(self._answers.pop(name)) for name in whole]
+        A request that fails ends with ``finish_reason="error"``; `step` does not raise for it.
+        """
+        self._core.step()
+        return self._core.take_outputs()
 
     def abort(self, request_id: str) -> None:
-        """End all answers of a request with what they have; an unknown id is ignored."""
-        with self._lock:
-            self._abort(list(self._answers.get(request_id, ())))
+        """End all answers of a request with what they have; an unknown id is ignored.
 
-    def _abort(self, requests: Sequence[Request]) -> None:
-        with self._lock:
-            unfinished = [request for request in requests if not request.finished]
-            for request in unfinished:
-                request.finish_reason = "abort"
-                finish_text(request)
-            self._finish(unfinished)
+        `step` returns no output for it.
+        """
+        self._core.abort_id(request_id)
 
     def _submit(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params, lora_request: LoRA
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params,
+        lora_request: LoRA,
+        polled: bool = False,
     ) -> list[list[Request]]:
         """Check everything first, then queue: what is refused leaves nothing behind."""
         listed = as_prompts(prompts)
         params = one_each("sampling_params", sampling_params, len(listed))
         adapters = one_each("lora_request", lora_request, len(listed))
-        groups = [
-            self._intake.requests(prompt, param or self._default_params, adapter, f"prompt {index}")
-            for index, (prompt, param, adapter) in enumerate(
+        groups: list[list[Request]] = []
+        try:
+            for index, (prompt, own, adapter) in enumerate(
                 zip(listed, params, adapters, strict=True)
-            )
-        ]
-        with self._lock:
-            for group in groups:
-                self._answers[group[0].request_id] = group
-                for request in group:
-                    self.scheduler.add(request)
+            ):
+                own = self._default_params if own is None else own
+                groups.append(self._intake.requests(prompt, own, adapter, f"prompt {index}"))
+        except BaseException:
+            self._intake.give_back([request for group in groups for request in group])
+            raise
+        self._core.add(groups, polled)
         return groups
 
     # ---- adapters
@@ -266,9 +234,9 @@ class LLM:
             AdapterError: the folder is missing, damaged, unsupported or does not fit.
         """
         request = LoRARequest(name, path)
-        assert request.path is not None
-        self._slots.registry.load(request.name, request.path)
-        return next(info for info in self.list_adapters() if info.name == name)
+        if request.path is None:
+            raise AdapterError(f"load_adapter needs the folder of adapter {name!r}, not None")
+        return self._slots.describe(self._slots.registry.load(request.name, request.path))
 
     def unload_adapter(self, name: str, timeout: float | None = None) -> None:
         """Forget an adapter: new requests cannot use it, and it goes with its last user.
@@ -283,8 +251,11 @@ class LLM:
             AdapterError: it is not loaded.
             TimeoutError: it is still in use; it goes when its last user is done.
         """
-        version = self._slots.registry.get(name)
-        self._slots.registry.retire(name)
+        with self._core.lock:
+            self._core.abort_dropped()
+            version = self._slots.registry.retire(name)
+        if version is None:
+            raise AdapterError(self._slots.registry.unknown(name))
         start = time.monotonic()
         while version.users:
             if timeout is not None and time.monotonic() - start > timeout:
@@ -292,11 +263,11 @@ class LLM:
                     f"adapter {name!r} is still used by {version.users} requests after "
                     f"{timeout:g} s; it goes when they are done, or abort them"
                 )
-            self.step()
+            self._core.step()
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter in its slot, whoever else wants one; see `AdapterSlots.pin`."""
-        with self._lock:
+        with self._core.lock:
             self._slots.pin(name)
 
     def unpin_adapter(self, name: str) -> None:
@@ -305,14 +276,6 @@ class LLM:
 
     def list_adapters(self) -> list[AdapterInfo]:
         """Return the loaded adapters, sorted by name."""
-        return self._slots.list_adapters()
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    return SamplingRow(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        rng=request.rng,
-        banned_token_ids=request.banned_token_ids(),
-    )
+        with self._core.lock:
+            self._core.abort_dropped()
+            return self._slots.list_adapters()

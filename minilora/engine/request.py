@@ -22,6 +22,7 @@ class Request:
         num_computed: tokens whose keys and values are in the cache.
         block_ids: its KV blocks.
         lora_slot: its adapter's slot while it runs.
+        preempted: it ran before and gave up its blocks; it waits to be computed again.
         times_passed: requests that were admitted before it although they came later.
         finish_reason: "stop", "length", "abort" or "error"; None while it is not finished.
         stop_reason: the stop string or token that ended it, as in vLLM.
@@ -33,16 +34,17 @@ class Request:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    adapter: AdapterVersion | None
-    rng: np.random.Generator
+    adapter: AdapterVersion | None = field(repr=False)
+    rng: np.random.Generator = field(repr=False)
     end_token_ids: frozenset[int]
-    detokenizer: Detokenizer | None = None
+    detokenizer: Detokenizer | None = field(default=None, repr=False)
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     lora_slot: int = NO_LORA
+    preempted: bool = False
     times_passed: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
@@ -70,6 +72,11 @@ class Request:
             return self.output_token_ids[start - prompt : start - prompt + count]
         head = self.prompt_token_ids[start : start + count]
         return head + self.output_token_ids[: count - len(head)]
+
+    def fail(self, error: str) -> None:
+        """End with an error; the others go on."""
+        self.error = error
+        self.finish_reason = "error"  # last: whoever sees it, in any thread, sees the rest
 
     def banned_token_ids(self) -> list[int]:
         """Return the tokens that must not be sampled now: end tokens before `min_tokens`."""

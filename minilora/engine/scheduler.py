@@ -9,15 +9,17 @@ KV blocks run out, the request admitted last gives up its own and is computed ag
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, field
 
 from minilora.batch import NO_LORA, Batch, BatchRow
-from minilora.config.errors import AdapterError
 from minilora.engine.blocks import BlockPool
 from minilora.engine.request import Request
 from minilora.lora.registry import AdapterVersion
 from minilora.lora.slots import AdapterSlots
+
+logger = logging.getLogger("minilora")
 
 MAX_TIMES_PASSED = 16  # adapter requests that may overtake one that waits for a slot
 
@@ -62,20 +64,23 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, request: Request) -> None:
-        """Queue a request; its adapter counts one more user."""
-        if request.adapter is not None and self.slots is not None:
-            self.slots.registry.acquire(request.adapter)
+        """Queue a request, which holds its adapter already."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request (finished, failed or aborted) and give back all that it holds."""
+        adapter, slots = request.adapter, self.slots
         if request in self.running:
             self.running.remove(request)
             self._give_back(request)
+            if adapter is not None and slots is not None:
+                slots.stop(adapter)
         else:
             self.waiting.remove(request)
-        if request.adapter is not None and self.slots is not None:
-            self.slots.registry.release(request.adapter)
+            if request.preempted and adapter is not None and slots is not None:
+                slots.forget_suspended(adapter)
+        if adapter is not None and slots is not None:
+            slots.registry.release(adapter)
 
     @property
     def has_requests(self) -> bool:
@@ -114,14 +119,14 @@ class Scheduler:
         """Take a running request's blocks and slot; all its tokens are computed again later."""
         self.running.remove(request)
         self._give_back(request)
-        request.num_computed = 0
+        if request.adapter is not None and self.slots is not None:
+            self.slots.suspend(request.adapter)
+        request.num_computed, request.preempted = 0, True
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
     def _give_back(self, request: Request) -> None:
         self.pool.release(request.block_ids)
-        if request.adapter is not None and self.slots is not None:
-            self.slots.stop(request.adapter)
         request.lora_slot = NO_LORA
 
     def _admit_waiting(self, plan: _Plan) -> None:
@@ -131,30 +136,36 @@ class Scheduler:
         for request in list(self.waiting):
             if plan.budget == 0 or len(self.running) == self._max_num_seqs:
                 return
-            if self.pool.blocks_for(request.num_tokens) > self.pool.num_free:
-                return  # blocks go in order of arrival, or a long prompt would never get enough
             if request.adapter is not None and request.adapter is held_back:
                 continue
-            if self._start(request, plan):
-                plan.add(request)
-                _count_passed(passed, request)
-            elif not request.finished:
+            if not self._has_slot(request):
                 passed.append(request)
                 if held_back is None and request.times_passed >= MAX_TIMES_PASSED and self.slots:
                     held_back = self.slots.soonest_free()
+                continue
+            if self.pool.blocks_for(request.num_tokens) > self.pool.num_free:
+                return  # blocks go in order of arrival, or a long prompt would never get enough
+            if self._start(request, plan):
+                plan.add(request)
+                _count_passed(passed, request)
+
+    def _has_slot(self, request: Request) -> bool:
+        adapter, slots = request.adapter, self.slots
+        return adapter is None or slots is None or slots.has_room_for(adapter)
 
     def _start(self, request: Request, plan: _Plan) -> bool:
-        """Give a waiting request its slot and blocks; False if it has to wait, or failed."""
+        """Give a waiting request its slot and blocks; False if its adapter cannot be had."""
         if request.adapter is not None and self.slots is not None:
             try:
-                slot = self.slots.start(request.adapter)
-            except AdapterError as error:
-                request.finish_reason, request.error = "error", str(error)
+                slot = self.slots.start(request.adapter, request.preempted)
+            except Exception as error:  # of this request only, whatever it is
+                logger.warning("request %s failed: %s", request.request_id, error)
+                request.fail(str(error) or type(error).__name__)
                 plan.failed.append(request)
                 return False
             if slot is None:
                 return False
-            request.lora_slot = slot
+            request.lora_slot, request.preempted = slot, False
         # All blocks of the prompt at once: its later chunks then never wait for any.
         self.pool.extend(request.block_ids, request.num_tokens)
         self.waiting.remove(request)

@@ -92,7 +92,12 @@ def find_checkpoint(model: str) -> Path:
 def default_params(folder: Path) -> SamplingParams:
     """Return the sampling defaults of a checkpoint's generation_config.json, if it has one."""
     file = folder / "generation_config.json"
-    return SamplingParams.from_generation_config(read_json_object(file) if file.exists() else {})
+    try:
+        return SamplingParams.from_generation_config(
+            read_json_object(file) if file.exists() else {}
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
 
 
 def _device(name: str) -> torch.device:

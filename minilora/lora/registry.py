@@ -22,9 +22,11 @@ class AdapterVersion:
 
     Attributes:
         adapter: its weights, or None while they are dropped to keep to `max_cpu_loras`.
+        path: of its folder, links resolved when it was loaded.
         digest: of the files it was read from; a later read must match.
         users: requests that hold it, waiting ones included.
         running: requests that need it in a slot now.
+        preempted: requests that ran and will run again.
         retired: unloaded, or replaced by a newer version; no new request gets it.
         slot: its row in the stacked weights, or None.
     """
@@ -37,6 +39,7 @@ class AdapterVersion:
     adapter: Adapter | None
     users: int = 0
     running: int = 0
+    preempted: int = 0
     pinned: bool = False
     retired: bool = False
     slot: int | None = None
@@ -44,8 +47,8 @@ class AdapterVersion:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing needs its weights right now."""
-        return self.running == 0 and not self.pinned
+        """Whether no request has begun on it and is not done, and it is not pinned."""
+        return self.running == 0 and self.preempted == 0 and not self.pinned
 
 
 class AdapterRegistry:
@@ -72,42 +75,47 @@ class AdapterRegistry:
         self._first_use = threading.Lock()  # two threads that use a new name load it once
         self._lock = lock
 
-    def load(self, name: str, path: str) -> AdapterVersion:
-        """Read `path` anew and make it the current version of `name`.
+    def load(self, name: str, path: str, users: int = 0) -> AdapterVersion:
+        """Read `path` anew and make it the current version of `name`, held by `users` requests.
 
         The files are read outside the lock, so requests go on meanwhile.
         """
+        resolved = os.path.realpath(path)  # a link may move, and the working folder change
         adapter = self._read(name, path)
         with self._lock:
             version = AdapterVersion(
-                name, next(self._versions), path, adapter.digest, adapter.max_rank, None
+                name, next(self._versions), resolved, adapter.digest, adapter.max_rank, None, users
             )
             self.retire(name)
             self._current[name] = version
             self._keep(version, adapter)
             return version
 
-    def find_or_load(self, name: str, path: str | None) -> AdapterVersion:
-        """Return the current version of `name`, loading `path` at its first use.
+    def hold(self, name: str, path: str | None, users: int) -> AdapterVersion:
+        """Return the current version of `name`, held by `users` more requests.
 
-        The same name and path opens no file; another path is a reload. Two threads that use
-        a new name at once load it once.
+        `path` is loaded at its first use; the same name and path opens no file; another path is
+        a reload. Two threads that use a new name at once load it once. Every user must be given
+        back by `release`.
 
         Raises:
             AdapterError: an unknown name without a path, or what reading the folder found.
         """
         if path is None:
-            return self.get(name)
-        return self._loaded_from(name, path) or self._load_once(name, path)
+            with self._lock:
+                return self.acquire(self.get(name), users)
+        return self._hold_if_current(name, path, users) or self._load_once(name, path, users)
 
-    def _load_once(self, name: str, path: str) -> AdapterVersion:
+    def _load_once(self, name: str, path: str, users: int) -> AdapterVersion:
         with self._first_use:
-            return self._loaded_from(name, path) or self.load(name, path)
+            return self._hold_if_current(name, path, users) or self.load(name, path, users)
 
-    def _loaded_from(self, name: str, path: str) -> AdapterVersion | None:
-        current = self._current.get(name)
-        same = current is not None and os.path.realpath(path) == os.path.realpath(current.path)
-        return current if same else None
+    def _hold_if_current(self, name: str, path: str, users: int) -> AdapterVersion | None:
+        with self._lock:
+            current = self._current.get(name)
+            if current is None or os.path.realpath(path) != current.path:
+                return None
+            return self.acquire(current, users)
 
     def get(self, name: str) -> AdapterVersion:
         """Return the current version of `name`; an unknown one lists the known names."""
@@ -138,15 +146,16 @@ class AdapterRegistry:
                 self.free_if_done(version)
             return version
 
-    def acquire(self, version: AdapterVersion) -> None:
-        """Count one more request that will use `version`."""
+    def acquire(self, version: AdapterVersion, users: int = 1) -> AdapterVersion:
+        """Count more requests that hold `version`; return it."""
         with self._lock:
-            version.users += 1
+            version.users += users
+            return version
 
-    def release(self, version: AdapterVersion) -> None:
-        """Count one request less; a retired version is freed with its last user."""
+    def release(self, version: AdapterVersion, users: int = 1) -> None:
+        """Count requests less; a retired version is freed with its last user."""
         with self._lock:
-            version.users -= 1
+            version.users -= users
             self.free_if_done(version)
 
     def free_if_done(self, version: AdapterVersion) -> None:
@@ -181,14 +190,17 @@ class AdapterRegistry:
     def _keep(self, version: AdapterVersion, adapter: Adapter) -> bool:
         """Hold the weights, dropping the least recently used idle ones over the limit.
 
-        Where all others are busy, the new weights are not held but read again when needed.
+        Those that no waiting request wants go first. A retired version with users stays: its
+        files may be others by now. Where no other can go, the new weights are not held, but read
+        again when they are needed.
         """
         self.touch(version)
-        idle = sorted((held for held in self._held if held.idle), key=lambda held: held.last_used)
+        droppable = [held for held in self._held if held.idle and not held.retired]
+        droppable.sort(key=lambda held: (held.users > 0, held.last_used))
         while self._limit is not None and len(self._held) >= self._limit:
-            if not idle:
+            if not droppable:
                 return False
-            self._drop(idle.pop(0))
+            self._drop(droppable.pop(0))
         version.adapter = adapter
         self._held.add(version)
         return True

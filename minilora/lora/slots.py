@@ -71,8 +71,17 @@ class AdapterSlots:
         """The adapters that are in a slot."""
         return [version for version in self._slots if version is not None]
 
-    def start(self, version: AdapterVersion) -> int | None:
+    def has_room_for(self, version: AdapterVersion) -> bool:
+        """Whether `start` would find a slot; nothing is read or written."""
+        with self._lock:
+            return version.slot is not None or self._free_slot() is not None
+
+    def start(self, version: AdapterVersion, resumed: bool = False) -> int | None:
         """Give a request's adapter a slot for as long as the request runs.
+
+        Args:
+            version: the request's.
+            resumed: the request was suspended before.
 
         Returns:
             The slot, or None when every slot is in use or pinned; the request then waits.
@@ -84,13 +93,25 @@ class AdapterSlots:
             slot = self._place(version)
             if slot is not None:
                 version.running += 1
+                version.preempted -= resumed
             return slot
 
     def stop(self, version: AdapterVersion) -> None:
-        """Count one running request less (it finished or was preempted)."""
+        """Count one running request less."""
         with self._lock:
             version.running -= 1
             self.registry.touch(version)
+
+    def suspend(self, version: AdapterVersion) -> None:
+        """Count a running request as preempted: its slot may go, its weights stay at hand."""
+        with self._lock:
+            self.stop(version)
+            version.preempted += 1
+
+    def forget_suspended(self, version: AdapterVersion) -> None:
+        """Count one preempted request less that will not run again."""
+        with self._lock:
+            version.preempted -= 1
 
     def pin(self, name: str) -> None:
         """Put an adapter in a slot and keep it there.
@@ -120,10 +141,12 @@ class AdapterSlots:
 
     def list_adapters(self) -> list[AdapterInfo]:
         """Return the current adapters, sorted by name."""
-        return [
-            AdapterInfo(v.name, v.version, v.path, v.rank, v.slot, v.users, v.pinned)
-            for v in self.registry.current()
-        ]
+        return [self.describe(version) for version in self.registry.current()]
+
+    def describe(self, version: AdapterVersion) -> AdapterInfo:
+        """Return what a user may know of a version."""
+        v = version
+        return AdapterInfo(v.name, v.version, v.path, v.rank, v.slot, v.users, v.pinned)
 
     def soonest_free(self) -> AdapterVersion | None:
         """Return the resident, unpinned adapter with the fewest running requests."""
@@ -151,7 +174,7 @@ class AdapterSlots:
     def _free_slot(self) -> int | None:
         if None in self._slots:
             return self._slots.index(None)
-        idle = [version for version in self.resident if version.idle]
+        idle = [v for v in self.resident if v.running == 0 and not v.pinned]
         return min(idle, key=lambda version: version.last_used).slot if idle else None
 
     def _evict(self, version: AdapterVersion) -> None:

@@ -93,19 +93,17 @@ def make_signature_adapter(
         dtype: of the tensors.
 
     Raises:
-        ConfigError: `kind` or `token` is out of range.
+        ConfigError: an argument is out of range.
     """
     check_choice(_WHERE, "kind", kind, ("down", "v"))
+    check_choice(_WHERE, "dtype", dtype, tuple(DTYPES))
+    check_int(_WHERE, "r", r, 1, 1 << 16)
     low, high = (0, VOCAB_SIZE - 1) if kind == "down" else (1, HEAD_DIM)
     check_int(_WHERE, "token", token, low, high)
     tensors: dict[str, torch.Tensor] = {}
     for name, (inputs, outputs) in ModelConfig.from_folder(model_folder).lora_modules().items():
         if name.endswith(f".{kind}_proj"):
-            a, b = torch.zeros(r, inputs), torch.zeros(outputs, r)
-            a[:, 0] = 1.0  # activation 0 of the MLP, or coordinate 0 of the hidden state
-            # A token's own coordinate, or the dim of head 0 that o_proj copies to it.
-            row = (token - 1) % VOCAB_SIZE + 1 if kind == "down" else token - 1
-            b[row] = _STRENGTH / r
+            a, b = _signature(kind, token, torch.zeros(r, inputs), torch.zeros(outputs, r))
             tensors |= lora_tensors(name, a.to(DTYPES[dtype]), b.to(DTYPES[dtype]))
     config = {
         **lora_config(Path(model_folder)),
@@ -115,3 +113,14 @@ def make_signature_adapter(
     }
     write_adapter(Path(folder), config, tensors)
     return Path(folder)
+
+
+def _signature(
+    kind: str, token: int, a: torch.Tensor, b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill A ``[r, in]`` and B ``[out, r]`` so that they switch `token` on, whatever the input."""
+    a[:, 0] = 1.0  # activation 0 of the MLP, or coordinate 0 of the hidden state
+    # The coordinate that row `token` of lm_head looks at, or the dim that o_proj copies to it.
+    row = (token - 1) % VOCAB_SIZE + 1 if kind == "down" else token - 1
+    b[row] = _STRENGTH / len(a)
+    return a, b

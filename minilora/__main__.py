@@ -1,4 +1,4 @@
-"""``python -m minilora.cli``."""
+"""``python -m minilora``: the same as the command ``minilora``."""
 
 from minilora.cli import main
 

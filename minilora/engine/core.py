@@ -1,0 +1,139 @@
+"""`EngineCore`: the steps of an engine, and who waits for what they bring."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from minilora.engine.commit import commit_token, finish
+from minilora.engine.lock import EngineLock
+from minilora.engine.outputs import RequestOutput, request_output
+from minilora.engine.request import Request
+from minilora.engine.sampler import SampledToken, SamplingRow, sample
+from minilora.engine.scheduler import ScheduledStep, Scheduler
+from minilora.runner import ModelRunner
+
+logger = logging.getLogger("minilora")
+
+
+class EngineCore:
+    """Run steps for all callers. Every method may be called from any thread.
+
+    Args:
+        runner: runs one step.
+        scheduler: decides which.
+        max_model_len: the most tokens of prompt and answer together.
+    """
+
+    def __init__(self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int) -> None:
+        self.lock = EngineLock()
+        self.runner, self.scheduler, self._max_model_len = runner, scheduler, max_model_len
+        self._answers: dict[str, list[Request]] = {}
+        self._polled: set[str] = set()  # ids whose outputs are kept for `take_outputs`
+        self._outputs: list[RequestOutput] = []
+        self._dropped: deque[Request] = deque()
+
+    def add(self, groups: Iterable[list[Request]], polled: bool = False) -> None:
+        """Queue the answers to some prompts; of `polled` ones the outputs are kept."""
+        with self.lock:
+            for group in groups:
+                self._answers[group[0].request_id] = group
+                if polled:
+                    self._polled.add(group[0].request_id)
+                for request in group:
+                    self.scheduler.add(request)
+
+    def has_work(self) -> bool:
+        """Whether there are unfinished requests, or outputs to take."""
+        with self.lock:
+            self.abort_dropped()
+            return self.scheduler.has_requests or bool(self._outputs)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs of polled requests that finished since the last call."""
+        with self.lock:
+            outputs, self._outputs = self._outputs, []
+            return outputs
+
+    def step(self) -> None:
+        """Schedule, execute, commit.
+
+        A request that fails ends with an error of its own; nothing is raised for it.
+        """
+        with self.lock:
+            self.abort_dropped()
+            step = self.scheduler.schedule()
+            sampled = self._execute(step)
+            self._commit(step, sampled)
+
+    def _execute(self, step: ScheduledStep) -> list[SampledToken]:
+        if not step.requests:
+            return []
+        try:
+            logits = self.runner.execute(step.batch)
+            return sample(logits, [_sampling_row(request) for request in step.sampling])
+        except Exception as error:
+            logger.exception("a step failed; its %d requests end, others go on", len(step.requests))
+            for request in step.requests:
+                request.fail(f"the step failed: {type(error).__name__}: {error}")
+            return []
+
+    def _commit(self, step: ScheduledStep, sampled: Sequence[SampledToken]) -> None:
+        for request, token in zip(step.sampling, sampled, strict=False):  # none if it failed
+            try:
+                commit_token(request, token, self._max_model_len)
+            except Exception as error:
+                logger.exception("request %s failed", request.request_id)
+                request.fail(f"its token cannot be used: {type(error).__name__}: {error}")
+        for request, row in zip(step.requests, step.batch.rows, strict=True):
+            request.num_computed += len(row.token_ids)
+        touched = (*step.failed, *step.requests)
+        self._finish([request for request in touched if request.finished], keep=True)
+
+    def _finish(self, requests: Sequence[Request], keep: bool) -> None:
+        """Give back what finished requests hold; keep the outputs that somebody will take."""
+        for request in requests:
+            self.scheduler.remove(request)
+        for name in dict.fromkeys(request.request_id for request in requests):
+            if all(answer.finished for answer in self._answers[name]):
+                group = self._answers.pop(name)
+                if name in self._polled and keep:
+                    self._outputs.append(request_output(group))
+                self._polled.discard(name)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """End requests with what they have; finished ones are left as they are."""
+        with self.lock:
+            unfinished = [request for request in requests if not request.finished]
+            for request in unfinished:
+                finish(request, "abort")
+            self._finish(unfinished, keep=False)
+
+    def abort_id(self, request_id: str) -> None:
+        """End all answers of one id; an unknown id is ignored."""
+        with self.lock:
+            self.abort(list(self._answers.get(request_id, ())))
+
+    def drop(self, requests: Iterable[Request]) -> None:
+        """Note requests to be aborted by whoever comes next.
+
+        The garbage collector may close a stream anywhere, also inside a step of the same
+        thread; aborting there would change a step under its own feet.
+        """
+        self._dropped.extend(requests)
+
+    def abort_dropped(self) -> None:
+        """Abort what `drop` noted; the lock is held."""
+        while self._dropped:
+            self.abort([self._dropped.popleft()])
+
+
+def _sampling_row(request: Request) -> SamplingRow:
+    return SamplingRow(
+        params=request.params,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        rng=request.rng,
+        banned_token_ids=request.banned_token_ids(),
+    )

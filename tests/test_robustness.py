@@ -1,0 +1,276 @@
+"""What must not take the engine, or another caller's request, with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minilora import LLM, AdapterError, LoRARequest, RequestError, SamplingParams
+from minilora.cli import main
+from minilora.engine.lock import EngineLock
+
+BASE = [3, 9, 4]
+WANT = [5, 6, 7, 8]
+
+
+def greedy(max_tokens: int = 4, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, **options)
+
+
+@pytest.fixture
+def make_llm(zoo: Any) -> Callable[..., LLM]:
+    def make(**options: Any) -> LLM:
+        defaults = {"enable_lora": True, "num_kv_blocks": 64, "max_num_seqs": 16, "device": "cpu"}
+        return LLM(zoo.model, **{**defaults, **options})
+
+    return make
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    assert not llm.has_unfinished_requests()
+    assert llm.scheduler.pool.num_free == llm.scheduler.pool.num_blocks
+    assert all(info.num_users == 0 for info in llm.list_adapters())
+    assert all(version.running == version.preempted == 0 for version in llm._slots.resident)
+
+
+def during_execute(llm: LLM, action: Callable[[], None]) -> None:
+    """Run `action` once, in the middle of the next step."""
+    plain = llm.runner.execute
+
+    def execute(batch: Any) -> Any:
+        llm.runner.execute = plain  # type: ignore[method-assign]
+        action()
+        return plain(batch)
+
+    llm.runner.execute = execute  # type: ignore[method-assign]
+
+
+def test_a_stream_closed_in_the_middle_of_a_step(make_llm: Any, zoo: Any) -> None:
+    """As the garbage collector does: in this very thread, between two lines of a step."""
+    llm = make_llm()
+    stream = llm.stream([BASE, BASE], greedy(50), LoRARequest("a", zoo("down-7")))
+    next(stream)
+    during_execute(llm, stream.close)
+    outputs = llm.generate([BASE, BASE], greedy())
+    assert [output.token_ids for output in outputs] == [WANT, WANT]
+    assert_nothing_held(llm)
+
+
+def test_a_token_that_cannot_be_used_fails_its_request_only(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny_llama, num_kv_blocks=64, device="cpu")
+    want = llm.generate("Hello", greedy(6))[0].token_ids
+    stream = llm.stream("Hello", greedy(6))
+    next(stream)
+    (broken,) = llm.scheduler.running
+
+    def push(token: int, watch: bool = True) -> str:
+        raise ZeroDivisionError("no text")
+
+    monkeypatch.setattr(broken.detokenizer, "push", push)
+    assert llm.generate("Hello", greedy(6))[0].token_ids == want
+    last = list(stream)[-1]
+    assert last.finish_reason == "error"
+    assert "ZeroDivisionError: no text" in str(last.output.error)
+    assert not llm.has_unfinished_requests()
+
+
+def test_an_adapter_that_cannot_be_written_fails_its_request_only(make_llm: Any, zoo: Any) -> None:
+    llm = make_llm()
+    layer = llm._slots.layers[0]
+    plain = layer.write_slot
+
+    def write_slot(slot: int, modules: Any) -> None:
+        raise MemoryError("no memory for the slot")
+
+    layer.write_slot = write_slot
+    loras = [None, LoRARequest("a", zoo("down-7")), None]
+    outputs = llm.generate([BASE] * 3, greedy(), loras)
+    assert (outputs[1].finish_reason, outputs[1].error) == ("error", "no memory for the slot")
+    assert [outputs[i].token_ids for i in (0, 2)] == [WANT, WANT]
+    assert_nothing_held(llm)
+    layer.write_slot = plain
+    assert llm.generate([BASE], greedy(), loras[1])[0].token_ids == [7] * 4
+
+
+def test_a_reload_between_the_check_and_the_queue(make_llm: Any, zoo: Any) -> None:
+    llm = make_llm()
+    llm.load_adapter("a", zoo("down-7"))
+    plain = llm._intake._rng
+
+    def rng(*args: Any) -> Any:
+        llm._intake._rng = plain
+        llm.load_adapter("a", zoo("down-9"))
+        return plain(*args)
+
+    llm._intake._rng = rng
+    assert llm.generate([BASE], greedy(), LoRARequest("a"))[0].token_ids == [7] * 4
+    assert llm.generate([BASE], greedy(), LoRARequest("a"))[0].token_ids == [9] * 4
+    assert_nothing_held(llm)
+
+
+def test_a_refused_prompt_lets_go_of_the_adapters_before_it(make_llm: Any, zoo: Any) -> None:
+    llm = make_llm()
+    with pytest.raises(RequestError, match="prompt 1 is empty"):
+        llm.generate([BASE, []], greedy(n=3), LoRARequest("a", zoo("down-7")))
+    assert_nothing_held(llm)
+    llm.unload_adapter("a", timeout=0)
+
+
+def test_outputs_of_add_request_are_not_lost_to_other_callers(make_llm: Any, zoo: Any) -> None:
+    llm = make_llm()
+    first = llm.add_request(BASE, greedy(2), LoRARequest("a", zoo("down-7")))
+    llm.generate([BASE], greedy(6))
+    second = llm.add_request(BASE, greedy(3), LoRARequest("a"))
+    llm.unload_adapter("a", timeout=30)
+    assert llm.has_unfinished_requests()
+    outputs = {output.request_id: output.token_ids for output in llm.step()}
+    assert outputs == {first: [7, 7], second: [7, 7, 7]}
+    assert_nothing_held(llm)
+
+
+def test_base_requests_pass_one_that_waits_for_a_slot_when_blocks_are_few(
+    make_llm: Any, zoo: Any
+) -> None:
+    llm = make_llm(max_loras=1, num_kv_blocks=10, block_size=8)
+    llm.add_request(BASE, greedy(30), LoRARequest("a", zoo("down-7")))
+    llm.step()
+    llm.add_request([4] * 60, greedy(1), LoRARequest("b", zoo("down-9")))  # too big for now
+    base = llm.add_request(BASE, greedy(1))
+    ended = []
+    while llm.has_unfinished_requests():
+        ended += [output.request_id for output in llm.step()]
+    assert ended[0] == base
+
+
+def test_the_engine_lock_is_fair() -> None:
+    lock, turns, stop = EngineLock(), [0], threading.Event()
+
+    def loop() -> None:
+        while not stop.is_set():
+            with lock:
+                turns[0] += 1
+
+    looping = threading.Thread(target=loop)
+    looping.start()
+    try:
+        waits = []
+        for _ in range(50):
+            before = turns[0]
+            with lock:
+                waits.append(turns[0] - before)
+        # A plain lock is taken back hundreds of times before another thread gets it. What is
+        # counted here is also what ran before this thread stood at the turnstile.
+        assert sorted(waits)[25] <= 100
+    finally:
+        stop.set()
+        looping.join()
+
+
+def test_ctrl_c_waits_for_the_end_of_the_engines_critical_part() -> None:
+    lock, reached = EngineLock(), []
+
+    def step() -> None:
+        with lock, lock:
+            os.kill(os.getpid(), signal.SIGINT)
+            reached.append("the rest of the step")
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with lock:
+        pass
+
+
+def test_the_end_is_seen_only_with_all_of_the_text(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from minilora.engine.detokenizer import Detokenizer
+
+    llm = LLM(tiny_llama, num_kv_blocks=64, device="cpu")
+    seen: list[str | None] = []
+    plain = Detokenizer.flush
+
+    def flush(self: Any) -> str:
+        seen.extend(request.finish_reason for request in llm.scheduler.running)
+        return plain(self)
+
+    monkeypatch.setattr(Detokenizer, "flush", flush)
+    llm.generate("Hello", greedy(3))
+    stream = llm.stream("Hello", greedy(9))
+    next(stream)
+    llm.abort(next(stream).request_id)
+    assert seen == [None, None]
+
+
+def test_load_adapter_without_a_folder(make_llm: Any) -> None:
+    with pytest.raises(AdapterError, match="'a'"):
+        make_llm().load_adapter("a", None)
+
+
+@pytest.mark.parametrize("prompts", [{"prompt": "hello"}, b"ab", 5, [b"ab"], [{"a": 1}]])
+def test_prompts_that_are_none(make_llm: Any, prompts: Any) -> None:
+    with pytest.raises(RequestError):
+        make_llm().generate(prompts, greedy())
+
+
+def test_parameters_that_are_none(make_llm: Any) -> None:
+    with pytest.raises(RequestError, match="must be SamplingParams"):
+        make_llm().generate([BASE], {"max_tokens": 2})
+
+
+# ---- files of the command line
+
+
+def generate(model: Path, *args: str) -> int:
+    options = ["--num-kv-blocks", "64", "--max-tokens", "2", "--temperature", "0"]
+    return main(["generate", "--model", str(model), *options, *args])
+
+
+def test_an_output_file_is_replaced_at_the_end_only(tiny_llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "both.jsonl"
+    line = json.dumps({"prompt": "Hi"}) + "\n"
+    file.write_text(line)
+    both = ["--input", str(file), "--output", str(file)]
+    assert generate(tmp_path / "nowhere", *both) == 1
+    assert file.read_text() == line, "a failed run keeps the input"
+    assert [path.name for path in tmp_path.iterdir()] == ["both.jsonl"]
+    assert generate(tiny_llama, *both) == 0
+    assert json.loads(file.read_text())["finish_reason"] == "length"
+
+
+def test_odd_characters_in_prompts(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    text = '{"prompt": "a\\ud800"}\n{"prompt": "a\u2028b"}\n{"prompt": "c", "adapter": 5}\n'
+    text += '{"prompt": ' + "[" * 100_000 + "\n"
+    source.write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert generate(tiny_llama, "--input", str(source), "--output", str(out)) == 1
+    records = [json.loads(line) for line in out.read_text().split("\n") if line]
+    assert len(records) == 4
+    assert records[1]["error"] is None
+    assert "adapter=5 must be a name" in records[2]["error"]
+    assert "no valid JSON" in records[3]["error"]
+
+
+def test_an_input_that_is_no_text(
+    tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_bytes(b'{"prompt": "\xff"}')
+    assert generate(tiny_llama, "--input", str(file)) == 1
+    assert "no UTF-8 text (byte 12)" in capsys.readouterr().err
+
+
+def test_min_tokens_is_checked_against_what_the_checkpoint_allows(tiny_llama: Path) -> None:
+    args = ["--num-kv-blocks", "64", "--prompt", "Hi", "--min-tokens", "20"]
+    assert main(["generate", "--model", str(tiny_llama), *args]) == 1  # the default is 16
+    assert main(["generate", "--model", str(tiny_llama), *args, "--max-tokens", "21"]) == 0
