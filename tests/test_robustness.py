@@ -166,6 +166,7 @@ def test_the_engine_lock_is_fair() -> None:
         deadline = time.monotonic() + 10
         while not lock._turnstile.locked() and time.monotonic() < deadline:
             time.sleep(0.001)
+        assert lock._turnstile.locked(), "who waits stands at the turnstile"
     with lock:
         order.append("the one that looped")
     waiting.join()
