@@ -90,7 +90,7 @@ class Paged:
             weights = [math.exp(score - max(scores)) for score in scores]
             mixed = sum(w * value for w, value in zip(weights, v, strict=True))
             rows.append(mixed / sum(weights))
-        return torch.stack(rows)  # type: ignore[arg-type]
+        return torch.stack(rows)
 
     def decode(self, max_context_len: int | None = None) -> torch.Tensor:
         """Attend from the last token of each request; a padding row's query is 1."""
@@ -98,13 +98,18 @@ class Paged:
         ones = torch.ones(self.group * self.kv_heads, self.width, dtype=self.dtype)
         q = torch.stack([q[-1] if len(q) else ones for q in self.q])
         caches = self.k_cache, self.v_cache
-        return decode_attention(q, *caches, self.tables, self.lens, longest, self.scale)
+        out: torch.Tensor = decode_attention(
+            q, *caches, self.tables, self.lens, longest, self.scale
+        )
+        return out
 
     def prefill(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Attend from the tokens ``start <= position < stop`` of each request."""
         q = torch.cat([q[a:b] for q, (a, b) in zip(self.q, spans, strict=True)])
         lengths = [b - a for a, b in spans], [b for _, b in spans]
-        return prefill_attention(q, self.k_cache, self.v_cache, self.tables, *lengths, self.scale)
+        caches = self.k_cache, self.v_cache
+        out: torch.Tensor = prefill_attention(q, *caches, self.tables, *lengths, self.scale)
+        return out
 
     def check_decode(self, got: torch.Tensor) -> None:
         for request, n in enumerate(self.context_lens):
@@ -301,7 +306,9 @@ def test_a_cache_of_another_dtype_than_the_queries(dtype: torch.dtype) -> None:
 def decode_in_float32(paged: Paged) -> torch.Tensor:
     q = torch.stack([q[-1] for q in paged.q])
     caches = paged.k_cache, paged.v_cache
-    return decode_attention(q, *caches, paged.tables, paged.lens, max(LENGTHS), paged.scale)
+    longest = max(LENGTHS)
+    out: torch.Tensor = decode_attention(q, *caches, paged.tables, paged.lens, longest, paged.scale)
+    return out
 
 
 def test_queries_that_are_a_slice_of_a_wider_buffer() -> None:
@@ -398,10 +405,13 @@ def test_keys_that_are_a_slice_of_a_wider_buffer() -> None:
 
 
 @pytest.mark.parametrize("layout", ["part of longer blocks", "heads first", "part of a width"])
-def test_a_strided_cache_is_written_or_refused(layout: str) -> None:
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_a_strided_cache_is_written_or_refused(layout: str, which: str) -> None:
     """Never a copy that is written instead of the cache, and thrown away."""
     k, v = new_kv(1)
-    k_cache, v_cache = (strided_cache(layout) for _ in range(2))
+    k_cache, v_cache = torch.zeros(3, 4, 2, 6), strided_cache(layout)
+    if which == "keys":
+        k_cache, v_cache = v_cache, k_cache
     try:
         store_kv(k, v, k_cache, v_cache, torch.tensor([6]))
     except (RuntimeError, ValueError):

@@ -296,6 +296,12 @@ def test_the_next_step_on_the_host_does_not_reach_this_one() -> None:
 # ---- refusals
 
 
+def test_no_adapter_is_not_counted() -> None:
+    for slots, count in [((), 0), ((NO_LORA,), 0), ((NO_LORA, 0), 1), ((0, 3, NO_LORA, 3), 2)]:
+        batch = Batch(tuple(row([1], slot=slot) for slot in slots))
+        assert batch.num_real_loras == count
+
+
 def test_a_batch_lists_single_tokens_first() -> None:
     for lengths in ([2, 1], [1, 2, 1], [0], [1, 0], [1, 2, 0]):
         with pytest.raises(ValueError, match="one token first, none without a token"):
@@ -369,7 +375,9 @@ def test_blocks_for() -> None:
 
 
 def test_extend_is_all_or_nothing() -> None:
-    pool, mine, other = BlockPool(3, 4), [], []
+    pool = BlockPool(3, 4)
+    mine: list[int] = []
+    other: list[int] = []
     assert pool.extend(mine, 5)
     assert (len(mine), pool.num_free) == (2, 1)
     held = list(mine)

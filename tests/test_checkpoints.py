@@ -33,7 +33,7 @@ def test_a_hub_that_fails_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> No
 
     hub = types.SimpleNamespace(snapshot_download=snapshot_download)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="'somebody/tiny'.*no network"):
+    with pytest.raises(CheckpointError, match=r"'somebody/tiny'.*no network"):
         LLM("somebody/tiny")
 
 

@@ -25,6 +25,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+THETA = {"rope_theta": 5e5}
 HUGE = pytest.param(10**309, id="huge")  # an int that no float holds
 
 
@@ -204,7 +205,8 @@ def test_model_type_alone_makes_a_mistral(architectures: object) -> None:
 def test_switches_are_true_or_false(name: str) -> None:
     assert getattr(read(**{name: True}), name) is True
     assert getattr(read(), name) is False
-    for value in (1, 0, "true", None, []):
+    wrong: list[object] = [1, 0, "true", None, []]
+    for value in wrong:
         refused(f"{name}=.* must be true or false", **{name: value})
 
 
@@ -234,6 +236,12 @@ def test_a_huge_value_makes_no_huge_message(key: str) -> None:
 
 def test_a_key_of_two_lines_makes_a_message_of_one() -> None:
     refused("scaling", **{"logits\nscaling": 2})
+    refused("rope_scaling", rope_scaling={"long\nfactor": 2})
+
+
+def test_a_huge_key_makes_no_huge_message() -> None:
+    refused("xxx", **{"x" * 100_000: 2})
+    refused("rope_scaling.*xxx", rope_scaling={"x" * 100_000: 2})
 
 
 # ---- rotary embedding
@@ -249,7 +257,8 @@ def test_a_key_of_two_lines_makes_a_message_of_one() -> None:
         {"rope_theta": 1e4, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
         {"rope_parameters": {**LLAMA3, "rope_theta": 500_000, "partial_rotary_factor": 1.0}},
         {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": None},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": LLAMA3},
+        {"rope_theta": 5e5, "rope_parameters": LLAMA3, "rope_scaling": LLAMA3},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_scaling": LLAMA3, **THETA},
     ],
 )
 def test_every_spelling_of_llama3(spelling: dict[str, Any]) -> None:
@@ -317,12 +326,30 @@ def test_rope_theta_out_of_range(value: object) -> None:
     refused("rope_theta=", rope_parameters={"rope_type": "default", "rope_theta": value})
 
 
-def test_two_spellings_that_disagree_are_refused() -> None:
-    # transformers 5 takes rope_scaling here, others rope_parameters: nobody should guess.
-    refused(
-        "rope_scaling.*rope_parameters",
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        rope_scaling={"rope_type": "linear", "factor": 2.0},
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, LINEAR),
+        (LINEAR, {"rope_type": "default"}),
+        (LINEAR, {**LINEAR, "factor": 4.0}),
+        (LINEAR, LLAMA3),
+        ({**LINEAR, "rope_theta": 1e4}, {**LINEAR, "rope_theta": 5e5}),
+        ({**LINEAR, "rope_theta": 5e5}, LINEAR),
+        (LINEAR, {**LINEAR, "rope_theta": 5e5}),
+    ],
+)
+def test_two_spellings_that_disagree_are_refused(new: dict[str, Any], old: dict[str, Any]) -> None:
+    # transformers 5 takes all of rope_scaling here, theta too: nobody should guess.
+    refused("rope_scaling.*rope_parameters", rope_parameters=new, rope_scaling=old)
+
+
+def test_two_spellings_that_agree() -> None:
+    old_keys = {"type": "linear", "factor": 2}
+    assert read(rope_parameters=LINEAR, rope_scaling=old_keys).rope == RopeConfig(
+        "linear", factor=2
     )
 
 

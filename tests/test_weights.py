@@ -92,7 +92,7 @@ def test_every_shape_of_model(tmp_path: Path, changes: dict[str, Any]) -> None:
 def test_merged_weights_have_their_parts_in_order(tmp_path: Path) -> None:
     tensors = random_tensors(attention_bias=True)
     model = load(write_single(tmp_path, tensors), attention_bias=True)
-    layer = model.layers[1]
+    layer: Any = model.layers[1]
     part = "model.layers.1.self_attn."
     for kind in ("weight", "bias"):
         parts = [tensors[f"{part}{name}_proj.{kind}"] for name in "qkv"]
@@ -185,8 +185,9 @@ def test_tied_with_the_same_head_in_the_file(
         torch.zeros(()),
         torch.zeros(0, 16),
         torch.zeros(32, 16, dtype=torch.int8),
+        torch.zeros(32, 16).to(torch.float8_e4m3fn),  # torch refuses to compare it
     ],
-    ids=["other", "nan", "short", "deep", "scalar", "empty", "int"],
+    ids=["other", "nan", "short", "deep", "scalar", "empty", "int", "float8"],
 )
 def test_tied_with_another_head_in_the_file(
     tmp_path: Path, warnings: Callable[[], list[str]], head: torch.Tensor
@@ -250,6 +251,9 @@ def test_unknown_tensors_are_listed(tmp_path: Path) -> None:
         )
     many = {f"extra.{i}": torch.ones(1) for i in range(500)}
     message = refused(write_single(tmp_path, {**random_tensors(), **many}), "and 488 more")
+    assert len(message) < 1500
+    long = {"x" * 10_000: torch.ones(1), "a\nb": torch.ones(1)}
+    message = refused(write_single(tmp_path, {**random_tensors(), **long}), "'xxx", "a.+b")
     assert len(message) < 1500
 
 

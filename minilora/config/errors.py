@@ -53,5 +53,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def known_names(names: Iterable[str], most: int = 12) -> str:
     """Return a short, sorted list of names for an error message (``"none"`` where empty)."""
     ordered = sorted(names)
-    shown = ", ".join(repr(name) for name in ordered[:most])
-    return (shown or "none") + (f" and {len(ordered) - most} more" if len(ordered) > most else "")
+    listed = ", ".join(shown(name, 100) for name in ordered[:most])
+    return (listed or "none") + (f" and {len(ordered) - most} more" if len(ordered) > most else "")

@@ -45,8 +45,17 @@ class RopeConfig:
             ConfigError: a kind of scaling that minilora lacks, or a field that is missing,
                 unknown or out of range; it is named.
         """
-        _refuse_two_spellings(config)
-        field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        fields = [name for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+        ropes = [cls._from_field(name, config) for name in fields or ["rope_scaling"]]
+        if ropes[0] != ropes[-1]:  # readers differ in which of the two they take
+            raise ConfigError(
+                f"{_WHERE}rope_scaling={shown(config['rope_scaling'])} disagrees with "
+                f"rope_parameters={shown(config['rope_parameters'])}; remove one of them"
+            )
+        return ropes[0]
+
+    @classmethod
+    def _from_field(cls, field: str, config: Mapping[str, Any]) -> RopeConfig:
         given = config.get(field) or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"{_WHERE}{field}={shown(given)} must be an object")
@@ -65,18 +74,6 @@ class RopeConfig:
         )
 
 
-def _refuse_two_spellings(config: Mapping[str, Any]) -> None:
-    """Nobody should guess which of two scalings is meant; readers differ in which they take."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if isinstance(new, Mapping) and isinstance(old, Mapping) and new and old:
-        plain = [{k: v for k, v in given.items() if k != "rope_theta"} for given in (new, old)]
-        if plain[0] != plain[1]:
-            raise ConfigError(
-                f"{_WHERE}rope_scaling={shown(old)} disagrees with "
-                f"rope_parameters={shown(new)}; remove one of them"
-            )
-
-
 def _scaling_fields(field: str, kind: str, scaling: dict[str, Any]) -> dict[str, Any]:
     """Check the fields of one kind of scaling; every field that is not of it is refused."""
     if scaling.get("partial_rotary_factor") == 1.0:
@@ -85,7 +82,9 @@ def _scaling_fields(field: str, kind: str, scaling: dict[str, Any]) -> dict[str,
     missing = _KEYS[kind] - set(scaling)
     for problem, names in (("unknown to", unknown), ("missing for", missing)):
         if names:
-            raise ConfigError(f"{_WHERE}{field}.{min(names)} is {problem} rope_type={kind!r}")
+            raise ConfigError(
+                f"{_WHERE}{field}.{shown(min(names))[1:-1]} is {problem} rope_type={kind!r}"
+            )
     checked: dict[str, Any] = {}
     for key in sorted(_KEYS[kind]):
         if key == "original_max_position_embeddings":

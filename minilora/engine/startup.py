@@ -105,7 +105,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(f"LLM: device={name!r} must be 'auto', 'cpu' or 'cuda'") from None
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"LLM: device={name!r} must be 'auto', 'cpu' or 'cuda'")
@@ -151,12 +151,12 @@ def _most_blocks(
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        return _blocks_in(total, config, model_config, dtype)
+        left = torch.cuda.get_device_properties(device).total_memory
+    else:
+        left = psutil.virtual_memory().available // 4
     blocks_a_request = -(-_longest(config, model_config) // config.block_size)
-    left = psutil.virtual_memory().available // 4
-    held = _blocks_in(left, config, model_config, dtype)
-    return min(held, config.max_num_seqs * blocks_a_request)
+    useful = config.max_num_seqs * blocks_a_request  # no step can use more
+    return min(_blocks_in(left, config, model_config, dtype), useful)
 
 
 def _num_blocks(config: EngineConfig, model: Llama, most: int, options: LayerOptions) -> int:
@@ -164,7 +164,7 @@ def _num_blocks(config: EngineConfig, model: Llama, most: int, options: LayerOpt
     if config.num_kv_blocks is not None or options.device.type != "cuda":
         return most
     left = _cuda_bytes_left(config, model, options)
-    return _blocks_in(left, config, model.config, options.dtype)
+    return min(most, _blocks_in(left, config, model.config, options.dtype))
 
 
 def _blocks_in(

@@ -167,10 +167,11 @@ def _fill(target: torch.Tensor, file: Path, name: str) -> None:
 
 
 def _warn_if_head_differs(head: Path, model: Llama, files: dict[str, Path]) -> None:
-    """Follow tie_word_embeddings, as transformers does, but say so where the file disagrees."""
+    """Follow tie_word_embeddings, but say so where the file disagrees."""
     name, shape = "model.embed_tokens.weight", model.embed_tokens.weight.shape
     with safe_open(head, framework="pt") as content:
-        same = tuple(content.get_slice("lm_head.weight").get_shape()) == tuple(shape)
+        tensor = content.get_slice("lm_head.weight")
+        same = tuple(tensor.get_shape()) == tuple(shape) and tensor.get_dtype() in _FLOATS
     if same:
         ours, theirs = _pieces(files[name], name, shape), _pieces(head, "lm_head.weight", shape)
         same = all(torch.equal(a, b) for (_, a), (_, b) in zip(ours, theirs, strict=True))
