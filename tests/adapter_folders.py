@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from minilora.config import ModelConfig
+from minilora.config import AdapterError, ModelConfig
 from minilora.lora.adapter import Adapter, load_adapter
 
 MODEL = ModelConfig(
@@ -22,6 +23,7 @@ MODEL = ModelConfig(
     num_key_value_heads=2,
     head_dim=8,
 )
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 Q, V = "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj"
 PREFIX = "base_model.model."
@@ -69,3 +71,14 @@ def write(
 def load(folder: Path, **options: Any) -> Adapter:
     """Load a folder as the adapter "sql", with ranks up to 16."""
     return load_adapter("sql", folder, MODEL, **{"max_lora_rank": 16, **options})
+
+
+def refusal(folder: Path, file: str = "", **options: Any) -> str:
+    """Load a folder that is refused; return the message, which must name adapter and file."""
+    with pytest.raises(AdapterError) as error:
+        load(folder, **options)
+    text = str(error.value)
+    assert text.startswith("adapter 'sql': ")
+    assert str(folder / file) in text
+    assert "\n" not in text
+    return text

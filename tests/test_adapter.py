@@ -222,7 +222,14 @@ def test_l8_alpha_zero_is_scale_zero(tmp_path: Path) -> None:
 
 
 def test_l10_the_tensors_decide_whatever_target_modules_is(tmp_path: Path) -> None:
-    forms = [["q_proj", "v_proj"], "all-linear", rf"({Q}|{V})", r".*\.(q|v)_proj", None]
+    forms = [
+        ["q_proj", "v_proj"],
+        "all-linear",
+        "ALL-LINEAR",
+        rf"({Q}|{V})",
+        r".*\.(q|v)_proj",
+        None,
+    ]
     adapters = [load(write(tmp_path / str(i), target_modules=f)) for i, f in enumerate(forms)]
     assert {frozenset(adapter.modules) for adapter in adapters} == {frozenset({Q, V})}
     assert len({adapter.digest for adapter in adapters}) == 1

@@ -68,7 +68,11 @@ vLLM 0.33 and SGLang 0.5.23, captured and timed in the same way on the same kind
 atomic adds" is the classical variant (`ops/triton/shrink_atomic.py`): one launch a slice, its
 buffer cleared inside the op.
 
+<!-- --8<-- [start:decode] -->
+
 {decode(data["decode"])}
+
+<!-- --8<-- [end:decode] -->
 
 ## What idle slots and unused ranks cost
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minilora.config.errors import AdapterError
+from minilora.config.errors import AdapterError, shown
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAMES = ("adapter_model.safetensors", "adapter_model.bin")  # the first one there is read
@@ -66,7 +66,7 @@ def find_folder(path: str | os.PathLike[str], adapter_root: str | None) -> Path:
     if valid:
         _check_inside(text, adapter_root)
     if not valid or not os.path.isdir(text):
-        raise AdapterError(f"{text[:500]!r} is no folder; give the folder that PEFT saved")
+        raise AdapterError(f"{shown(text, 500)} is no folder; give the folder that PEFT saved")
     return Path(text)
 
 
@@ -180,7 +180,7 @@ def _load_pickled(file: Path) -> dict[str, torch.Tensor]:
         raise AdapterError("the file must hold a dict from names to tensors")
     for key, value in content.items():
         if not _is_plain(value):
-            raise AdapterError(f"{key!r} is no plain tensor but {type(value).__name__}")
+            raise AdapterError(f"{shown(key, 200)} is no plain tensor but {type(value).__name__}")
     return {key: value.detach() for key, value in content.items()}
 
 

@@ -6,11 +6,11 @@ Only names, shapes and dtypes are looked at: no tensor has been read yet.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from minilora.config.engine import MAX_LORA_RANK
-from minilora.config.errors import AdapterError, known_names
+from minilora.config.errors import AdapterError, known_names, shown
 from minilora.lora.adapter_files import TensorInfo
 from minilora.lora.peft_config import AdapterConfig
 
@@ -101,10 +101,13 @@ def _add_half(found: SortedKeys, key: str, lora: re.Match[str], shapes: Shapes) 
 def refuse_unsupported(found: SortedKeys, peft: AdapterConfig) -> None:
     """Refuse what minilora lacks, by config or by tensor, all in one message."""
     tensors = [f"{name} (tensors {known_names(k, 4)})" for name, k in found.features.items()]
-    features = [*peft.unsupported, *tensors]
-    if features:
+    if peft.unsupported or tensors:
+        of_config = f" adapter_config.json has {_listed(peft.unsupported)};" * bool(
+            peft.unsupported
+        )
+        of_file = f" this file has {_listed(tensors)};" * bool(tensors)
         raise AdapterError(
-            f"it uses features that minilora does not support: {_listed(features)}; "
+            f"it uses features that minilora does not support:{of_config}{of_file} "
             "train the adapter without them, or merge it into the base model with PEFT"
         )
 
@@ -131,7 +134,7 @@ def check_fit(
         how_many = f"none of its {total} tensors fits" if bad == total else (
             f"{bad} of its {total} tensors {'does' if bad == 1 else 'do'} not fit"
         )  # fmt: skip
-        reasons = [f"{key[:200]!r} ({why})" for key, why in sorted(found.misfits.items())]
+        reasons = [f"{shown(key, 200)} ({why})" for key, why in sorted(found.misfits.items())]
         raise AdapterError(f"{how_many} the model: {_listed(reasons)}")
     if not found.halves:
         raise AdapterError("it holds no tensor of LoRA, so the adapter has no weights")
@@ -191,6 +194,6 @@ def _why_not(info: TensorInfo, wanted: tuple[int, int], r: int) -> str:
     return ""
 
 
-def _listed(items: list[str]) -> str:
+def _listed(items: Sequence[str]) -> str:
     rest = f"; and {len(items) - _MOST_LISTED} more" if len(items) > _MOST_LISTED else ""
     return ", ".join(items[:_MOST_LISTED]) + rest

@@ -6,13 +6,12 @@ A field that changes what the adapter computes is either understood or refused b
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from minilora.config.checks import check_bool, check_int, check_number
-from minilora.config.errors import AdapterError, ConfigError
+from minilora.config.errors import AdapterError, ConfigError, shown
 from minilora.lora.patterns import NameMatcher, Pattern
 
 MAX_PATTERN_TEXT = 1 << 16  # characters in one field; a key for each module of a 405B has half
@@ -87,7 +86,7 @@ class AdapterConfig:
         """
         kind = config.get("peft_type")
         if kind != "LORA":
-            raise AdapterError(f"peft_type={kind!r} is not supported; minilora serves 'LORA'")
+            raise AdapterError(f"peft_type={shown(kind)} is not supported; minilora serves 'LORA'")
         for name in ("r", "lora_alpha"):
             if name not in config:
                 raise AdapterError(f"{name} is missing")
@@ -161,23 +160,23 @@ def _alpha(name: str, value: Any) -> float:
 
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
     found = [
-        f"{name[:60]}={reprlib.repr(value)} ({_UNSUPPORTED.get(name, 'unknown to minilora')})"
+        f"{name[:60]}={shown(value)} ({_UNSUPPORTED.get(name, 'unknown to minilora')})"
         for name, value in config.items()
         if name not in _USED and name not in _HARMLESS and value not in (None, False, "", [], {})
     ]
     init = config.get("init_lora_weights")
     known = isinstance(init, str) and init.lower() in _PLAIN_INITS
     if not (init is None or isinstance(init, bool) or known):
-        found.append(f"init_lora_weights={reprlib.repr(init)} (changes the base weights)")
+        found.append(f"init_lora_weights={shown(init)} (changes the base weights)")
     bias = config.get("bias")
     if bias not in (None, "none"):
-        found.append(f"bias={reprlib.repr(bias)} (trained biases)")
+        found.append(f"bias={shown(bias)} (trained biases)")
     return found
 
 
 def _pattern(name: str, source: Any) -> Pattern:
     if not isinstance(source, str):
-        raise ConfigError(f"{name} must hold texts, not {source!r}")
+        raise ConfigError(f"{name} must hold texts, not {shown(source)}")
     try:
         return Pattern(source)
     except AdapterError as error:
@@ -187,7 +186,7 @@ def _pattern(name: str, source: Any) -> Pattern:
 def _pattern_values(config: Mapping[str, Any], name: str, check: Any) -> dict[Pattern, Any]:
     given = config.get(name) or {}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{name}={given!r} must be an object from module names to numbers")
+        raise ConfigError(f"{name}={shown(given)} must be an object from module names to numbers")
     _check_amount(name, given)
     return {_pattern(name, key): check(f"{name}[{key!r}]", value) for key, value in given.items()}
 
@@ -209,7 +208,7 @@ def _modules(config: Mapping[str, Any], name: str) -> Any:
         all_linear = name == "target_modules" and given.lower() == "all-linear"
         return "all-linear" if all_linear else _pattern(name, given)
     if not isinstance(given, list) or not all(isinstance(x, str) for x in given):
-        raise ConfigError(f"{name}={given!r} must be a list of module names or a regex")
+        raise ConfigError(f"{name}={shown(given)} must be a list of module names or a regex")
     return frozenset(given)
 
 
@@ -224,7 +223,7 @@ def _layers(config: Mapping[str, Any], targets: Any) -> dict[str, Any]:
     if patterns and not layers:
         raise ConfigError("layers_pattern needs layers_to_transform, as in PEFT")
     if any(isinstance(pattern, str) and "|" in pattern for pattern in patterns):
-        raise ConfigError(f"layers_pattern={patterns!r} must be a list instead of using '|'")
+        raise ConfigError(f"layers_pattern={shown(patterns)} must be a list instead of using '|'")
     return {
         "layers_to_transform": frozenset(
             check_int("", "layers_to_transform", layer, 0, 1 << 20) for layer in layers

@@ -3,9 +3,9 @@
 They emulate the launch grid of a kernel: ``range(num_active_loras)`` groups and no more are
 visited, so that a grid that is too small gives wrong numbers on a CPU too.
 
-Rows are sorted by adapter once, so that a group is a run of rows. In a batch whose groups have
-the same number of rows and the same rank, in neighbouring slots (a decode batch with one request
-an adapter, say), all groups are one batched product; otherwise each is a product of its own.
+Rows are sorted by adapter once, so that a group is a run of rows. Neighbouring groups with the
+same number of rows and the same rank, in neighbouring slots, are one batched product: all of a
+decode batch with one request an adapter, say. On a CPU a call costs more than its work does there.
 """
 
 from __future__ import annotations
@@ -73,14 +73,13 @@ def shrink_groups(
     x_rows = x.index_select(0, rows).float()  # [n, in]
     rank = max(group.rank for group in groups)
     h_rows = h.new_zeros(h.shape[0], len(rows), rank)  # [S, n, rank]
-    block = _block(groups)
-    for a, h_slice in zip(lora_a, h_rows, strict=True):
-        if block is not None:
-            a_t = a[block, :rank].float().transpose(1, 2)  # [G, in, rank]
-            torch.bmm(_split(x_rows, groups), a_t, out=_split(h_slice, groups))
-            continue
-        for slot, own, start, stop in groups:
-            h_slice[start:stop, :own] = x_rows[start:stop] @ a[slot, :own].float().T
+    for alike in _alike(groups):
+        slots, own, some = _slots(alike), alike[0].rank, _rows(alike)
+        x_block = x_rows[some].view(len(alike), -1, x.shape[1])  # [G, m, in]
+        for a, h_slice in zip(lora_a, h_rows, strict=True):
+            a_t = a[slots, :own].float().transpose(1, 2)  # [G, in, own]
+            h_block = h_slice[some].view(len(alike), -1, rank)[..., :own]
+            torch.bmm(x_block, a_t, out=h_block)
     h[:, :, :rank].index_copy_(1, rows, h_rows)
 
 
@@ -102,28 +101,32 @@ def expand_groups(
     """
     h_rows = h.index_select(1, rows)  # [S, n, r]
     total = out.index_select(0, rows).float()  # [n, sum of out_s]
-    block, rank = _block(groups), groups[0].rank
     columns = torch.split(total, [b.shape[1] for b in lora_b], dim=1)
-    for b, h_slice, total_slice in zip(lora_b, h_rows, columns, strict=True):
-        if block is not None:
-            b_t = b[block, :, :rank].float().transpose(1, 2)  # [G, rank, out_s]
-            _split(total_slice, groups).baddbmm_(_split(h_slice[:, :rank], groups), b_t)
-            continue
-        for slot, own, start, stop in groups:
-            total_slice[start:stop].addmm_(h_slice[start:stop, :own], b[slot, :, :own].float().T)
+    for alike in _alike(groups):
+        slots, own, some = _slots(alike), alike[0].rank, _rows(alike)
+        for b, h_slice, total_slice in zip(lora_b, h_rows, columns, strict=True):
+            b_t = b[slots, :, :own].float().transpose(1, 2)  # [G, own, out_s]
+            h_block = h_slice[some, :own].view(len(alike), -1, own)
+            total_slice[some].view(len(alike), -1, b.shape[1]).baddbmm_(h_block, b_t)
     out.index_copy_(0, rows, total.to(out.dtype))
 
 
-def _block(groups: Sequence[Group]) -> slice | None:
-    """Return the slots of the groups as a slice, if all groups are alike and neighbours."""
-    first = groups[0]
-    count = first.stop - first.start
-    for index, (slot, rank, start, stop) in enumerate(groups):
-        if slot != first.slot + index or rank != first.rank or stop - start != count:
-            return None
-    return slice(first.slot, first.slot + len(groups))
+def _alike(groups: Sequence[Group]) -> list[list[Group]]:
+    """Split the groups into runs that differ in nothing but that each has the next slot."""
+    runs = [[groups[0]]]
+    for group in groups[1:]:
+        before = runs[-1][-1]
+        same = group.rank == before.rank and group.stop - group.start == before.stop - before.start
+        if same and group.slot == before.slot + 1:
+            runs[-1].append(group)
+        else:
+            runs.append([group])
+    return runs
 
 
-def _split(rows: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """View sorted rows ``[n, width]`` as ``[G, n / G, width]``."""
-    return rows.view(len(groups), -1, rows.shape[-1])
+def _slots(alike: Sequence[Group]) -> slice:
+    return slice(alike[0].slot, alike[-1].slot + 1)
+
+
+def _rows(alike: Sequence[Group]) -> slice:
+    return slice(alike[0].start, alike[-1].stop)

@@ -28,6 +28,7 @@ from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
 from minilora.runner import ModelRunner
 from minilora.testing import TinyLlama
+from minilora.testing.workloads import WORKLOADS, workload
 
 SMOLLM2 = {
     "vocab_size": 49152,
@@ -39,13 +40,7 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 BLOCK, CONTEXT = 16, 128
-WORKLOADS = {  # the slot of each row
-    "base": [-1] * 8,
-    "uniform": [0, 1, 2, 3, 0, 1, 2, 3],
-    "skewed": [0, 0, 0, 0, 0, 1, 2, 3],
-    "base_mixed": [0, 1, -1, 2, -1, 3, -1, -1],
-    "identical": [0] * 8,
-}
+ROWS, ADAPTERS = 8, 4
 
 
 @torch.no_grad()
@@ -78,12 +73,12 @@ def make_runner(rank: int = 8, slots: int = 4, **shape: Any) -> ModelRunner:
 def decode_batch(slots: Sequence[int], context: int = CONTEXT) -> Batch:
     """One new token of each request, at the end of a context."""
     blocks = CONTEXT // BLOCK
-    return Batch(
-        tuple(
-            BatchRow([row + 1], context - 1, range(1 + row * blocks, 1 + (row + 1) * blocks), s, True)
-            for row, s in enumerate(slots)
-        )
-    )
+
+    def row_of(row: int, slot: int) -> BatchRow:
+        first = 1 + row * blocks  # block 0 belongs to nobody
+        return BatchRow([row + 1], context - 1, range(first, first + blocks), slot, samples=True)
+
+    return Batch(tuple(row_of(row, slot) for row, slot in enumerate(slots)))
 
 
 def milliseconds(call: Callable[[], object]) -> float:
@@ -94,9 +89,10 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def compare(runner: ModelRunner, slots: Sequence[int], pairs: int) -> dict[str, float]:
     """Time steps with base rows and with these slots in turn."""
-    base, lora = decode_batch(WORKLOADS["base"]), decode_batch(slots)
+    base, lora = decode_batch(workload("none", ROWS, ADAPTERS)), decode_batch(slots)
     for _ in range(3):
-        runner.execute(base), runner.execute(lora)
+        runner.execute(base)
+        runner.execute(lora)
     times = [
         (milliseconds(lambda: runner.execute(base)), milliseconds(lambda: runner.execute(lora)))
         for _ in range(pairs)
@@ -112,13 +108,15 @@ def compare(runner: ModelRunner, slots: Sequence[int], pairs: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["distinct", "skewed"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rank", type=int, default=8)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     runner = make_runner(args.rank)
-    for name, slots in WORKLOADS.items():
-        print(json.dumps({"workload": name, **compare(runner, slots, args.pairs)}), flush=True)
+    for name in args.workload:
+        times = compare(runner, workload(name, ROWS, ADAPTERS), args.pairs)
+        print(json.dumps({"workload": name, "threads": args.threads, **times}), flush=True)
 
 
 if __name__ == "__main__":
