@@ -120,7 +120,8 @@ def _expand_kernel(
     b_rows = one_of_three(piece, b0, b1, b2, SLICES) + slot.to(tl.int64) * n * R + columns * R
     b = _load_b(b_rows, real, 0, R, BLOCK_R)
     tiles = out + rows.to(tl.int64)[:, None] * out_stride + (first + columns)[None, :]
-    mine = mine & (rank > 0)
+    # Compared row by row: Triton 3.9's interpreter cannot spread one truth value over a block.
+    mine = mine & (tl.zeros_like(rows) < rank)
     inside = mine[:, None] & real[None, :]  # row x stride passes 2^31
     if EARLY:
         gdc_wait()

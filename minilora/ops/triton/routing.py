@@ -32,7 +32,9 @@ def rows_by_mapping(
         rank = tl.load(ranks + guess)
         if (slot != guess) & (slot >= 0):
             rank = tl.load(ranks + slot)
-    return slot, rank, rows, (slot_of_row == slot) & (slot >= 0)
+    # Slot -1 is no group's. Both tests are by row: Triton 3.9's interpreter cannot spread one
+    # truth value over a block.
+    return slot, rank, rows, (slot_of_row == slot) & (slot_of_row >= 0)
 
 
 @triton.jit
