@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -57,8 +58,11 @@ class PeftReference:
         answer: list[int] = []
         cache, new, ends = transformers.DynamicCache(), list(token_ids), set(eos)
         with self._with(adapter_folder) as model:
+            # transformers 5.24 calls it `cache`; before, another name was passed over silently.
+            known = inspect.signature(self._base.forward).parameters
+            name = "cache" if "cache" in known else "past_key_values"
             while len(answer) < max_tokens and not ends.intersection(answer[-1:]):
-                out = model(torch.tensor([new]), cache=cache, use_cache=True)
+                out = model(torch.tensor([new]), use_cache=True, **{name: cache})
                 new = [int(out.logits[0, -1].argmax())]
                 answer += new
         return answer
@@ -102,6 +106,8 @@ def _in_float64(active: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (modeling_llama, modeling_mistral, modeling_rope_utils) if active else ():
             stack.enter_context(mock.patch.object(module, "torch", _wide_torch()))
+        if active:
+            stack.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
 
 
