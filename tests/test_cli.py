@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -168,3 +169,43 @@ def test_booleans_have_a_no_form(tiny_llama: Path, monkeypatch: pytest.MonkeyPat
         "seed": 4,
         "num_kv_blocks": 64,
     }
+
+
+def test_chat_goes_through_the_template(tiny_llama: Path, tmp_path: Path) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    talk = [{"role": "user", "content": "Hi"}]
+    source.write_text(
+        json.dumps({"messages": talk})
+        + "\n"
+        + json.dumps({"messages": [{"content": 1, "role": None}]})
+        + "\n"
+        + json.dumps({"messages": talk, "prompt": "Hi"})
+        + "\n"
+    )
+    options = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--output", str(out)]
+    assert generate(tiny_llama, *options, "--input", str(source)) == 1
+    talked, bad, both = lines(out)
+    assert bad["error"] or bad["token_ids"]
+    assert '"prompt" or "messages"' in both["error"]
+    assert generate(tiny_llama, *options, "--chat", "--prompt", "Hi") == 0
+    assert lines(out)[0]["token_ids"] == talked["token_ids"]
+    assert lines(out)[0]["prompt"] == "Hi"
+    assert generate(tiny_llama, *options, "--prompt", "Hi") == 0
+    assert lines(out)[0]["token_ids"] != talked["token_ids"]
+    assert out.stat().st_mode & 0o044 == (~umask() & 0o044), "as any file of this user"
+
+
+def umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_an_answer_without_text_is_shown_as_none(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An end token alone is an empty answer, not its number."""
+    args = ["--prompt", "Hi", "--temperature", "0", "--stop-token-ids", *map(str, range(256))]
+    assert generate(tiny_llama, *args) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "(base)" in line)
+    assert not any(character.isdigit() for character in row)

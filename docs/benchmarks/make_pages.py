@@ -63,8 +63,10 @@ Unit: {data["unit"]}. What limits each number is on [the page of the kernels](..
 
 ## Decode: shrink + expand of one layer
 
-µs of the four launches of each kind, for M rows and n adapters. "Best peer" is the fastest of
-vLLM 0.33 and SGLang 0.5.23, captured and timed in the same way on the same kind of machine. "With
+µs of the four launches of each kind, for M rows and n adapters. "Target" is what we set
+ourselves. "Best peer" is the fastest of vLLM 0.33 and SGLang 0.5.23 (its `triton_v2` kernels),
+timed once in the same way on the same kind of machine on the same day; those runs are not part of
+this repository, so the command does not make that column again. "With
 atomic adds" is the classical variant (`ops/triton/shrink_atomic.py`): one launch a slice, its
 buffer cleared inside the op.
 

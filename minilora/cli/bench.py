@@ -131,6 +131,11 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         f"{_machine(device)}, {args.shape}, {dtype}, rank {args.rank}, {args.max_loras} slots"
     )
     rows = list(_rows(args, device, getattr(torch, dtype)))
+    if not rows:
+        raise ConfigError(
+            f"--rows {args.rows} and --adapters {args.adapters} leave nothing to measure; "
+            "a batch has at most one adapter a row"
+        )
     console.print(_table(rows))
     options = {"shape": args.shape, "dtype": dtype, "rank": args.rank, "max_loras": args.max_loras}
     return {
@@ -187,7 +192,7 @@ def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
 def _table(rows: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    names = list(rows[0]) if rows else []
+    names = list(rows[0])
     table = Table(*(name.replace("_", " ") for name in names), title="µs of one layer")
     for row in rows:
         table.add_row(*("-" if row[name] is None else str(row[name]) for name in names))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 from minilora.cli.options import add_flags, given
@@ -60,7 +59,14 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--input", metavar="FILE", help='JSONL of {"prompt": ..., "adapter": ...}; - is stdin'
     )
-    parser.add_argument("--output", metavar="FILE", help="write JSONL here instead of a table")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write JSONL here instead of a table; - is stdout"
+    )
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="send each prompt as a user's message, through the tokenizer's chat template",
+    )
     # The engine's --seed makes a whole run repeatable, so a request needs none of its own here.
     add_flags(parser, "sampling", SamplingParams, {"seed"})
     add_flags(parser, "engine", EngineConfig, {"model"})
@@ -99,9 +105,11 @@ def run(args: argparse.Namespace) -> int:
         llm = LLM(args.model, **options)
         _load_adapters(llm, args.lora)
         params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
+        if args.chat:
+            entries = [_as_chat(entry) for entry in entries]
         records = _answer(llm, entries, params, args.adapter)
         if output is None:
-            _print_table(records)
+            _print_table(records, with_text=llm.tokenizer is not None)
         else:
             output.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     return int(any(record["error"] for record in records))
@@ -119,11 +127,13 @@ def _read_lines(file: str | None) -> list[dict[str, Any]]:
     """Read a JSONL file; a line that is no record is kept as an error, so nothing is lost."""
     if file is None:
         return []
-    raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
     try:
+        raw = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         text = raw.decode("utf-8-sig")  # a byte order mark is no part of the first record
     except UnicodeDecodeError as error:
         raise RequestError(f"{file} is no UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise RequestError(f"--input {file!r} cannot be read: {error.strerror}") from None
     return [
         _entry(f"{file}:{number}", line)
         for number, line in enumerate(text.split("\n"), 1)  # U+2028 may stand in a string
@@ -136,11 +146,14 @@ def _entry(where: str, line: str) -> dict[str, Any]:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
         return {"prompt": None, "error": f"{where} is no valid JSON: {error}"}
-    if not isinstance(entry, dict) or "prompt" not in entry:
-        return {"prompt": None, "error": f'{where} must be an object with "prompt"'}
-    unknown = set(entry) - {"prompt", "adapter"}
+    if not isinstance(entry, dict) or ("prompt" in entry) == ("messages" in entry):
+        return {"prompt": None, "error": f'{where} must be an object with "prompt" or "messages"'}
+    entry.setdefault("prompt", None)
+    unknown = set(entry) - {"prompt", "messages", "adapter"}
     if unknown:
-        entry["error"] = f'{where} has the unknown key {min(unknown)!r}; use "prompt" and "adapter"'
+        entry["error"] = (
+            f'{where} has the unknown key {min(unknown)!r}; use "prompt" or "messages", "adapter"'
+        )
     if not isinstance(entry.get("adapter"), (str, type(None))):
         entry["error"] = f"{where}: adapter={entry.pop('adapter')!r} must be a name"
     return entry
@@ -155,7 +168,10 @@ def _answer(
         entry.setdefault("adapter", default)
         if not entry.get("error"):
             try:
-                good[index] = llm.add_request(entry["prompt"], params, _lora(entry["adapter"]))
+                prompt = entry["prompt"]
+                if "messages" in entry:
+                    prompt = llm.chat_token_ids(entry["messages"])
+                good[index] = llm.add_request(prompt, params, _lora(entry["adapter"]))
             except (MiniloraError, TypeError) as error:
                 entry["error"] = str(error)
     outputs: dict[str, RequestOutput] = {}
@@ -165,6 +181,12 @@ def _answer(
         _record(entry, outputs[good[index]] if index in good else None)
         for index, entry in enumerate(entries)
     ]
+
+
+def _as_chat(entry: dict[str, Any]) -> dict[str, Any]:
+    if entry.get("error") or "messages" in entry:
+        return entry
+    return {**entry, "messages": [{"role": "user", "content": entry["prompt"]}]}
 
 
 def _lora(name: str | None) -> LoRARequest | None:
@@ -194,28 +216,27 @@ def _open_output(file: str | None) -> Iterator[IO[str] | None]:
         yield None if file is None else sys.stdout
         return
     target = Path(file)
-    if not target.parent.is_dir():
-        raise RequestError(f"--output {file!r} lies in no folder that exists")
+    if target.is_dir() or not target.parent.is_dir():
+        raise RequestError(f"--output {file!r} must be a file in a folder that exists")
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     # Half a surrogate pair cannot be written as UTF-8; as \\udxxx it is valid JSON.
-    with NamedTemporaryFile(
-        "w", encoding="utf-8", errors="backslashreplace", dir=target.parent, delete=False
-    ) as output:
-        try:
+    try:
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as output:
             yield output
-        except BaseException:
-            os.unlink(output.name)
-            raise
-    os.replace(output.name, target)
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _print_table(records: list[dict[str, Any]]) -> None:
+def _print_table(records: list[dict[str, Any]], with_text: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table("adapter", "prompt", "answer", "ended by", show_lines=True)
     for record in records:
-        answer = record["error"] or record["text"] or " ".join(map(str, record["token_ids"]))
+        tokens = " ".join(map(str, record["token_ids"]))
+        answer = record["error"] or (record["text"] if with_text else tokens)
         cells = (record["adapter"] or "(base)", str(record["prompt"]), answer)
         table.add_row(*map(Text, cells), record["finish_reason"])
     Console().print(table)

@@ -13,8 +13,11 @@ from minilora.config.errors import ConfigError, UnknownOptionError, nearest, sho
 T = TypeVar("T")
 
 
-def strict_keywords(cls: type[T]) -> type[T]:
-    """Class decorator for a dataclass: an unknown keyword names the nearest valid one."""
+def strict_keywords(cls: type[T], shown_as: str = "") -> type[T]:
+    """Class decorator for a dataclass: an unknown keyword names the nearest valid one.
+
+    `shown_as` is what the message calls the class, if that is not its name.
+    """
     plain_init: Callable[..., None] = cls.__init__
     known = [field.name for field in fields(cls) if field.init]  # type: ignore[arg-type]
 
@@ -23,7 +26,7 @@ def strict_keywords(cls: type[T]) -> type[T]:
         for name in options:
             if name not in known:
                 raise UnknownOptionError(
-                    f"{cls.__name__} has no option {name!r}{nearest(name, known)}"
+                    f"{shown_as or cls.__name__} has no option {name!r}{nearest(name, known)}"
                 )
         plain_init(self, *args, **options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from minilora.config.checks import (
@@ -33,7 +34,7 @@ _OPTIONAL_RANGES = {
 }
 
 
-@strict_keywords
+@functools.partial(strict_keywords, shown_as="LLM")
 @dataclass(frozen=True)
 class EngineConfig:
     """The keywords of `LLM` (names as in vLLM where it has them).

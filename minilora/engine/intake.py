@@ -157,7 +157,7 @@ class Intake:
         if self._slots is None:
             raise RequestError(
                 f"lora_request asks for adapter {lora_request.name!r}, but the engine was built "
-                "without adapters; use enable_lora=True"
+                "without adapters; use enable_lora=True, or --lora NAME=DIR on the command line"
             )
         return self._slots.registry.hold(lora_request.name, lora_request.path, users)
 

@@ -120,14 +120,23 @@ class LLM:
             lora_request: as for `generate`.
             progress: as for `generate`.
         """
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, but the checkpoint has no tokenizer.json")
         single = bool(messages) and isinstance(messages[0], dict)
         conversations: Any = [messages] if single else messages
-        texts = [self.tokenizer.apply_chat_template(talk) for talk in conversations]
-        # The template writes the special tokens itself.
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [self.chat_token_ids(talk) for talk in conversations]
         return self.generate(prompts, sampling_params, lora_request, progress=progress)
+
+    def chat_token_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return one conversation as a prompt, through the tokenizer's chat template.
+
+        Raises:
+            RequestError: there is no tokenizer or no template, or the messages are no list of
+                ``{"role": ..., "content": ...}``.
+        """
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, but the checkpoint has no tokenizer.json")
+        text = self.tokenizer.apply_chat_template(messages)
+        # The template writes the special tokens itself.
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(
         self,

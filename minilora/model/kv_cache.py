@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from minilora.config.model import ModelConfig
@@ -28,13 +31,22 @@ class KVCache:
     ) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_blocks + 1, block_size, config.num_key_value_heads, config.head_dim)
-        self.tensor = torch.zeros(config.num_hidden_layers, 2, *shape, dtype=dtype, device=device)
+        self.tensor = _zeros((config.num_hidden_layers, 2, *shape), dtype, device)
 
     def bind(self, model: Llama) -> None:
         """Give each attention layer of the model its keys and values."""
         attentions = [module for module in model.modules() if isinstance(module, Attention)]
         for attention, (k_cache, v_cache) in zip(attentions, self.tensor, strict=True):
             attention.k_cache, attention.v_cache = k_cache, v_cache
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU, memory is taken only where something is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed pages; torch writes its zeros, and so takes all of them.
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:

@@ -1,4 +1,7 @@
-"""The public harness: made checkpoints and adapters, and an oracle that shares no code with us."""
+"""The public harness: made checkpoints and adapters, and an oracle.
+
+The oracle shares nothing with the system but the reading of config.json and of adapter folders.
+"""
 
 from minilora.testing.oracle import Oracle
 from minilora.testing.signature import make_signature_adapter, make_signature_llama

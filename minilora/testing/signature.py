@@ -7,7 +7,7 @@ nothing until an adapter makes it. No tolerance is needed to compare answers: th
 at least ten times every other one, in half precision too (less where requests with different "v"
 adapters share a KV cache: then the majority wins).
 
-From `F-SIG` of the field reports; there is no tokenizer, prompts are token ids.
+There is no tokenizer: prompts are token ids.
 """
 
 from __future__ import annotations

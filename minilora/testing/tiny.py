@@ -39,7 +39,7 @@ _LOGIT_STD = 4.0
 def make_tiny_llama(folder: str | Path, **options: Any) -> Path:
     """Write a random Llama as a Hugging Face folder; `options` are the fields of `TinyLlama`.
 
-    With the defaults it is the F-PEFT model of the field reports. The same seed gives the same
+    With the defaults it is the model of the parity tests. The same seed gives the same
     weight to a tensor of the same name and shape, whatever the other options are (with another
     number of layers, o_proj and down_proj differ by a factor). Of the greedy tokens, one in
     70,000 wins by less than 1e-6 of the logits' range; float32 rounding is about that.
