@@ -58,11 +58,8 @@ class PeftReference:
         answer: list[int] = []
         cache, new, ends = transformers.DynamicCache(), list(token_ids), set(eos)
         with self._with(adapter_folder) as model:
-            # transformers 5.24 calls it `cache`; before, another name was passed over silently.
-            known = inspect.signature(self._base.forward).parameters
-            name = "cache" if "cache" in known else "past_key_values"
             while len(answer) < max_tokens and not ends.intersection(answer[-1:]):
-                out = model(torch.tensor([new]), use_cache=True, **{name: cache})
+                out = model(torch.tensor([new]), **with_cache(self._base, cache))
                 new = [int(out.logits[0, -1].argmax())]
                 answer += new
         return answer
@@ -94,6 +91,16 @@ class PeftReference:
             self._peft = peft.PeftModel.from_pretrained(self._base, folder, name)
         else:
             self._peft.load_adapter(folder, name)
+
+
+def with_cache(model: Any, cache: transformers.DynamicCache) -> dict[str, Any]:
+    """Return the keywords that let a forward of a transformers model use `cache`.
+
+    transformers 5.24 calls it `cache`, 5.17 `past_key_values`, and each passes silently over the
+    other's name.
+    """
+    known = inspect.signature(model.forward).parameters
+    return {"cache" if "cache" in known else "past_key_values": cache, "use_cache": True}
 
 
 @contextlib.contextmanager

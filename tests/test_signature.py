@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from minilora import ConfigError
 from minilora.config import ModelConfig
 from minilora.testing import make_signature_adapter, make_signature_llama
-from tests.reference import PeftReference
+from tests.reference import PeftReference, with_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 FILE = "adapter_model.safetensors"
@@ -70,22 +70,22 @@ def test_v_stamps_the_kv_cache(
 ) -> None:
     """A majority of a context of 80 tokens that another adapter wrote decides the answer."""
     folder, adapter = signature
-    model = peft.PeftModel.from_pretrained(load_base(folder), adapter("v", 2), "v-2")
+    base, cache = load_base(folder), transformers.DynamicCache()
+    model = peft.PeftModel.from_pretrained(base, adapter("v", 2), "v-2")
     model.load_adapter(adapter("v", 7), "v-7")
-    cache = transformers.DynamicCache()
     for name, count in (("v-2", stamped), ("v-7", 80 - stamped)):
         model.set_adapter(name)
-        rows = model(torch.full((1, count), 11), cache=cache, use_cache=True).logits
+        rows = model(torch.full((1, count), 11), **with_cache(base, cache)).logits
     assert int(rows[0, -1].argmax()) == answer
 
 
 def test_a_stamped_cache_shows_under_the_base(signature: tuple[Path, Signature]) -> None:
     folder, adapter = signature
-    model = peft.PeftModel.from_pretrained(load_base(folder), adapter("v", 2))
-    cache = transformers.DynamicCache()
-    model(torch.full((1, 50), 11), cache=cache, use_cache=True)
+    base, cache = load_base(folder), transformers.DynamicCache()
+    model = peft.PeftModel.from_pretrained(base, adapter("v", 2))
+    model(torch.full((1, 50), 11), **with_cache(base, cache))
     with model.disable_adapter():
-        rows = model(torch.full((1, 30), 11), cache=cache, use_cache=True).logits
+        rows = model(torch.full((1, 30), 11), **with_cache(base, cache)).logits
     assert int(rows[0, -1].argmax()) == 2
 
 
