@@ -37,13 +37,7 @@ def store_kv(
 
 
 @store_kv.register_fake
-def _store_kv_nothing(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def _store_kv_nothing(*arguments: object) -> None:
     return None
 
 
@@ -93,15 +87,7 @@ def decode_attention(
 
 
 @decode_attention.register_fake
-def _decode_shape(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    context_lens: torch.Tensor,
-    max_context_len: int,
-    scale: float,
-) -> torch.Tensor:
+def _decode_shape(q: torch.Tensor, *others: object) -> torch.Tensor:
     return q.new_empty(q.shape)
 
 
@@ -150,15 +136,7 @@ def prefill_attention(
 
 
 @prefill_attention.register_fake
-def _prefill_shape(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    scale: float,
-) -> torch.Tensor:
+def _prefill_shape(q: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(q)
 
 
