@@ -7,18 +7,41 @@ the first n rows", so a row cannot be stale.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minilora.ops.kernel_meta import NO_LORA, KernelMeta
 from minilora.ops.packed import PackedInts
 
-__all__ = ["NO_LORA", "Batch", "BatchDescriptor", "BatchRow", "StepBuffers", "StepContext"]
+__all__ = [
+    "NO_LORA",
+    "Batch",
+    "BatchDescriptor",
+    "BatchRow",
+    "GraphMode",
+    "StepBuffers",
+    "StepContext",
+]
 
 PADDING_BLOCK = 0  # the KV block that belongs to nobody; padding rows write to its slot 0
+
+
+class GraphMode(enum.Enum):
+    """How much of a step is frozen (vLLM's name is `CUDAGraphMode`).
+
+    NONE: nothing. PIECEWISE: all but attention, which runs on the real rows between the pieces;
+    the graph ends at the hidden states. FULL: everything up to the logits of every row; for
+    uniform decode only.
+    """
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -92,7 +115,12 @@ class Batch:
 class StepContext:
     """The views that one forward reads. T rows, R requests that decode or prefill.
 
+    In a FULL step every Python value here follows from the descriptor: padding rows count as
+    requests, and `max_context_len` is the most that any step can have. In the other modes
+    attention reads the real rows only, which a graph must not freeze.
+
     Attributes:
+        mode: see `GraphMode`.
         input_ids: int32 ``[T]``; only read, see `minilora.ops.embedding`.
         positions: int32 ``[T]``, of each token in its request.
         slot_mapping: int32 ``[T]``, where each token's key and value go.
@@ -102,12 +130,14 @@ class StepContext:
         max_context_len: bound of the decode part's contexts.
         prefill_query_lens: new tokens of each prefilling request.
         prefill_context_lens: contexts of the same.
-        sample_indices: int32 ``[N]``, the rows whose logits are wanted.
+        sample_indices: int32 ``[N]``, the rows whose logits are wanted (a FULL step computes
+            those of all rows).
         meta: adapter routing of the T rows.
         sample_meta: adapter routing of the N sampled rows (they were gathered).
         num_active_loras: groups in the grid; 0 runs no LoRA op.
     """
 
+    mode: GraphMode
     input_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
@@ -121,6 +151,11 @@ class StepContext:
     meta: KernelMeta
     sample_meta: KernelMeta
     num_active_loras: int
+
+    @property
+    def num_attention_rows(self) -> int:
+        """Rows that attend: all of a FULL step, otherwise the real ones."""
+        return self.num_decodes + sum(self.prefill_query_lens)
 
 
 class StepBuffers:
@@ -160,14 +195,16 @@ class StepBuffers:
         self.sample_meta = KernelMeta(max_num_seqs, max_loras, packed=self.packed, prefix="sample.")
         self._tables = self.packed.host["block_tables"].reshape(max_num_seqs, max_blocks)
 
-    def write(self, batch: Batch, descriptor: BatchDescriptor) -> StepContext:
+    def write(
+        self, batch: Batch, descriptor: BatchDescriptor, mode: GraphMode = GraphMode.NONE
+    ) -> StepContext:
         """Write the whole padded step, upload it in one copy, and return its views.
 
         Raises:
-            ValueError: the descriptor does not fit the batch or the buffers.
+            ValueError: the descriptor does not fit the batch, the mode or the buffers.
         """
         rows, padded = batch.rows, descriptor.num_tokens
-        self._check(batch, descriptor)
+        self._check(batch, descriptor, mode)
         self._write_tokens(rows)
         self._write_requests(rows)
         sampled = self._write_samples(rows)
@@ -177,12 +214,13 @@ class StepBuffers:
         self.meta.write(slots, padded, descriptor.num_active_loras)
         self.sample_meta.write(sample_slots, sampled, descriptor.num_active_loras)
         self.packed.upload()
-        return self._views(rows, descriptor, sampled)
+        return self._views(rows, descriptor, mode, sampled)
 
-    def _check(self, batch: Batch, descriptor: BatchDescriptor) -> None:
-        if descriptor.uniform and not batch.uniform:
-            raise ValueError("a uniform descriptor is for requests with one token each")
-        most = len(self._tables) if descriptor.uniform else len(self.packed.host["input_ids"])
+    def _check(self, batch: Batch, descriptor: BatchDescriptor, mode: GraphMode) -> None:
+        full = mode is GraphMode.FULL
+        if (full or descriptor.uniform) and not batch.uniform:
+            raise ValueError("a uniform or FULL step is for requests with one token each")
+        most = len(self._tables) if full else len(self.packed.host["input_ids"])
         if not batch.num_tokens <= descriptor.num_tokens <= most:
             raise ValueError(
                 f"num_tokens={descriptor.num_tokens} must be from {batch.num_tokens} (the rows of "
@@ -194,15 +232,27 @@ class StepBuffers:
         host["input_ids"].fill(0)
         host["positions"].fill(0)
         host["slot_mapping"].fill(PADDING_BLOCK * self.block_size)
-        at = 0
-        for row in rows:
+        single = [row for row in rows if len(row.token_ids) == 1]  # they come first
+        at = len(single)
+        if single:  # all at once: in a decode step these are all rows
+            starts = [row.start for row in single]
+            host["input_ids"][:at] = [row.token_ids[0] for row in single]
+            host["positions"][:at] = starts
+            blocks = [row.block_ids[row.start // self.block_size] for row in single]
+            host["slot_mapping"][:at] = self._kv_slots(np.array(blocks), np.array(starts))
+        for row in rows[at:]:
             end = at + len(row.token_ids)
             positions = np.arange(row.start, row.start + len(row.token_ids))
-            blocks = np.asarray(row.block_ids)[positions // self.block_size]
+            blocks_of = np.asarray(row.block_ids)[positions // self.block_size]
             host["input_ids"][at:end] = row.token_ids
             host["positions"][at:end] = positions
-            host["slot_mapping"][at:end] = blocks * self.block_size + positions % self.block_size
+            host["slot_mapping"][at:end] = self._kv_slots(blocks_of, positions)
             at = end
+
+    def _kv_slots(
+        self, blocks: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
+    ) -> npt.NDArray[np.integer]:
+        return blocks * self.block_size + positions % self.block_size
 
     def _write_requests(self, rows: Sequence[BatchRow]) -> None:
         lens = self.packed.host["context_lens"]
@@ -221,21 +271,23 @@ class StepBuffers:
         return len(last)
 
     def _views(
-        self, rows: Sequence[BatchRow], descriptor: BatchDescriptor, sampled: int
+        self, rows: Sequence[BatchRow], descriptor: BatchDescriptor, mode: GraphMode, sampled: int
     ) -> StepContext:
-        device = self.packed.device
+        device, full = self.packed.device, mode is GraphMode.FULL
         contexts = [row.start + len(row.token_ids) for row in rows]
         decodes = sum(len(row.token_ids) == 1 for row in rows)
-        requests = descriptor.num_tokens if descriptor.uniform else len(rows)
+        requests = descriptor.num_tokens if full else len(rows)
+        longest = self.max_blocks * self.block_size if full else max(contexts[:decodes], default=0)
         tables = device["block_tables"].view(-1, self.max_blocks)[:requests]
         return StepContext(
+            mode=mode,
             input_ids=device["input_ids"][: descriptor.num_tokens],
             positions=device["positions"][: descriptor.num_tokens],
             slot_mapping=device["slot_mapping"][: descriptor.num_tokens],
             block_tables=tables,
             context_lens=device["context_lens"][:requests],
-            num_decodes=requests if descriptor.uniform else decodes,
-            max_context_len=max(contexts[:decodes], default=0),
+            num_decodes=requests if full else decodes,
+            max_context_len=longest,
             prefill_query_lens=tuple(len(row.token_ids) for row in rows[decodes:]),
             prefill_context_lens=tuple(contexts[decodes:]),
             sample_indices=device["sample_indices"][:sampled],

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 
-from minilora.batch import Batch, BatchDescriptor, StepBuffers
+from minilora.batch import Batch, GraphMode, StepBuffers, StepContext
+from minilora.graphs.base import Captured, GraphBackend
+from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
+from minilora.graphs.piecewise import PiecewiseGraph, capture_piecewise
 from minilora.model.llama import Llama
 
 
 class ModelRunner:
-    """Run the model on one batch.
+    """Run the model on one batch: choose a graph, write the padded step, replay.
 
     Args:
         model: with its weights loaded and its KV cache bound.
         buffers: the fixed tensors of every step.
-        max_loras: adapter slots, 0 without LoRA.
-        specialize_lora: a step without adapters runs no LoRA op (vLLM #25914).
-        specialize_active_lora: the grid has the step's own number of adapters (vLLM #32005).
+        dispatcher: says which graph a batch runs with.
+        backend: captures graphs; None runs every step eagerly.
+
+    Attributes:
+        graphs: what was captured, by key.
+        num_steps: steps run so far, by mode.
     """
 
     def __init__(
         self,
         model: Llama,
         buffers: StepBuffers,
-        *,
-        max_loras: int,
-        specialize_lora: bool = True,
-        specialize_active_lora: bool = True,
+        dispatcher: GraphDispatcher,
+        backend: GraphBackend | None = None,
     ) -> None:
-        self.model, self.buffers, self._max_loras = model, buffers, max_loras
-        self._specialize_lora = specialize_lora
-        self._specialize_active_lora = specialize_active_lora
+        self.model, self.buffers = model, buffers
+        self.dispatcher, self.backend = dispatcher, backend
+        self.graphs: dict[GraphKey, Captured | PiecewiseGraph] = {}
+        self.num_steps: Counter[GraphMode] = Counter()
 
     @torch.no_grad()
     def execute(self, batch: Batch) -> torch.Tensor:
@@ -38,18 +45,56 @@ class ModelRunner:
 
         Returns:
             float32 logits ``[N, vocab]``, a row for each request of the batch that samples,
-            in the batch's order; N may be 0.
+            in the batch's order; N may be 0. The next step may overwrite them.
         """
-        step = self.buffers.write(batch, self.describe(batch))
-        hidden = self.model(step)
-        return self.model.logits(hidden, step)
+        key, step = self.prepare(batch)
+        self.num_steps[key.mode] += 1
+        out = self.replay(key, step) if key in self.graphs else self.forward(step)
+        return self.sampled_logits(out, step, batch)
 
-    def describe(self, batch: Batch) -> BatchDescriptor:
-        """Return the descriptor that the batch runs with (no padding without graphs)."""
-        return BatchDescriptor(batch.num_tokens, self._lora_grid(batch), batch.uniform)
+    def prepare(self, batch: Batch) -> tuple[GraphKey, StepContext]:
+        """Choose a batch's graph and write the padded step for it."""
+        key = self.dispatcher.dispatch(batch.num_tokens, batch.num_real_loras, batch.uniform)
+        return key, self.buffers.write(batch, key.descriptor, key.mode)
 
-    def _lora_grid(self, batch: Batch) -> int:
-        count = batch.num_real_loras
-        if count == 0 and self._specialize_lora:
-            return 0
-        return count if self._specialize_active_lora else self._max_loras
+    def forward(self, step: StepContext, depth: int | None = None) -> torch.Tensor:
+        """Run what a graph of the step's mode holds: to the logits if FULL, else hidden states."""
+        hidden = self.model(step, depth)
+        return self.model.logits(hidden, step) if step.mode is GraphMode.FULL else hidden
+
+    def replay(self, key: GraphKey, step: StepContext) -> torch.Tensor:
+        """Do the same from the graph."""
+        graph = self.graphs[key]
+        out: torch.Tensor
+        out = graph.replay(step) if isinstance(graph, PiecewiseGraph) else graph.replay()
+        return out
+
+    def sampled_logits(self, out: torch.Tensor, step: StepContext, batch: Batch) -> torch.Tensor:
+        """Return the logits of the rows that sample, from what `forward` or `replay` returned."""
+        if step.mode is not GraphMode.FULL:
+            return self.model.logits(out, step)
+        if all(row.samples for row in batch.rows):
+            return out[: len(batch.rows)]
+        return out[step.sample_indices]
+
+    @torch.no_grad()
+    def capture(self, key: GraphKey, batch: Batch) -> None:
+        """Capture the graph of `key` on a dummy batch that fits it exactly.
+
+        One layer runs first, so that every kernel is compiled and loaded before the capture.
+        """
+        assert self.backend is not None
+        step = self.buffers.write(batch, key.descriptor, key.mode)
+        self.forward(step, depth=1)
+        if key.mode is GraphMode.FULL:
+            self.graphs[key] = self.backend.capture(lambda: self.forward(step))
+        else:
+            self.graphs[key] = capture_piecewise(self.backend, self.forward, step)
+
+    def nodes(self, key: GraphKey) -> list[str]:
+        """Return the launches of a graph, in order; on CUDA it is replayed for that.
+
+        All rows are made padding first: the replay writes to no request's KV entries.
+        """
+        self.buffers.write(Batch(()), key.descriptor, key.mode)
+        return self.graphs[key].nodes()

@@ -17,6 +17,7 @@ from minilora.batch import (
     Batch,
     BatchDescriptor,
     BatchRow,
+    GraphMode,
     StepBuffers,
     StepContext,
 )
@@ -32,6 +33,16 @@ TENSORS = [
 ]
 
 
+class Buffers(StepBuffers):
+    """Takes a uniform descriptor for a FULL step, as the dispatcher's are."""
+
+    def write(
+        self, batch: Batch, descriptor: BatchDescriptor, mode: GraphMode | None = None
+    ) -> StepContext:
+        default = GraphMode.FULL if descriptor.uniform else GraphMode.PIECEWISE
+        return super().write(batch, descriptor, mode or default)
+
+
 def new_buffers(device: str = "cpu", **changes: int) -> StepBuffers:
     sizes = {
         "max_num_tokens": 32,
@@ -40,7 +51,7 @@ def new_buffers(device: str = "cpu", **changes: int) -> StepBuffers:
         "block_size": 4,
         "max_loras": 4,
     }
-    return StepBuffers(**{**sizes, **changes}, device=device)
+    return Buffers(**{**sizes, **changes}, device=device)
 
 
 def row(
@@ -81,7 +92,7 @@ def test_the_running_example(device: str) -> None:
         "context_lens": [5, 1, 9, 0],
         "sample_indices": [0, 1, 2],
         "num_decodes": 4,
-        "max_context_len": 9,
+        "max_context_len": 16,
         "prefill_query_lens": (),
         "prefill_context_lens": (),
         "meta.token_lora_mapping": [2, -1, 0, -1],
@@ -95,6 +106,19 @@ def test_the_running_example(device: str) -> None:
     assert step.meta.token_indices_sorted_by_lora_ids.tolist() == [2, 0, 1, 3]
     assert step.meta.lora_token_start_loc.tolist() == [0, 1, 2, 2, 2]
     assert all(getattr(step, name).dtype == torch.int32 for name in TENSORS)
+
+
+def test_only_a_full_step_has_its_python_values_from_the_descriptor() -> None:
+    """A FULL graph freezes them; attention outside a graph reads the real rows alone."""
+    batch = Batch((row([7], 4, [1, 2], 2), row([9], 8, [6, 4, 5], 0)))
+    buffers = new_buffers()
+    full = buffers.write(batch, BatchDescriptor(4, 2, True), GraphMode.FULL)
+    assert (full.num_decodes, full.max_context_len, full.num_attention_rows) == (4, 16, 4)
+    assert full.block_tables.shape == (4, 4)
+    for mode in (GraphMode.PIECEWISE, GraphMode.NONE):
+        step = buffers.write(batch, BatchDescriptor(4, 2, False), mode)
+        assert (step.num_decodes, step.max_context_len, step.num_attention_rows) == (2, 9, 2)
+        assert step.block_tables.shape == (2, 4)
 
 
 def test_decode_and_prefill_rows_in_one_step() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from minilora import LLM, CheckpointError, ConfigError, SamplingParams
-from minilora.engine import startup
+from minilora.engine import kv_pool
 
 
 def test_a_hub_id_is_fetched(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +49,7 @@ def test_kv_pool_of_a_cpu_follows_the_options(
     llm = LLM(tiny_llama, max_num_seqs=3, max_model_len=100, device="cpu")
     assert llm.scheduler.pool.num_blocks == 3 * 7, "max_num_seqs x max_model_len"
     memory = types.SimpleNamespace(available=4 * 30 * 16 * 2 * 2 * 2 * 16 * 4)
-    monkeypatch.setattr(startup.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(kv_pool.psutil, "virtual_memory", lambda: memory)
     llm = LLM(tiny_llama, max_num_seqs=3, device="cpu")
     assert llm.scheduler.pool.num_blocks == 30, "a quarter of the free memory"
     assert llm.max_model_len == 480

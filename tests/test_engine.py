@@ -334,16 +334,17 @@ def test_g7_every_batch_size(make_llm: Any, zoo: Any, max_num_seqs: int) -> None
 
 @pytest.mark.parametrize("specialize", [True, False])
 def test_specialize_flags_size_the_grid(make_llm: Any, zoo: Any, specialize: bool) -> None:
-    llm = make_llm(specialize_lora=specialize, specialize_active_lora=specialize, max_loras=3)
+    flags = {"specialize_lora": specialize, "specialize_active_lora": specialize}
+    llm = make_llm(**flags, max_loras=3, graph="none")
     grids: list[int] = []
-    describe = llm.runner.describe
+    prepare = llm.runner.prepare
 
     def spy(batch: Any) -> Any:
-        descriptor = describe(batch)
-        grids.append(descriptor.num_active_loras)
-        return descriptor
+        key, step = prepare(batch)
+        grids.append(step.num_active_loras)
+        return key, step
 
-    llm.runner.describe = spy
+    llm.runner.prepare = spy
     assert llm.generate([BASE], greedy(2))[0].token_ids == [5, 6]
     lora = LoRARequest("a", zoo("down-7"))
     assert llm.generate([BASE], greedy(2), lora)[0].token_ids == [7, 7]
@@ -369,16 +370,16 @@ def test_k5_logits_that_are_not_finite_fail_that_request(make_llm: Any, zoo: Any
 
 def test_a_step_that_raises_fails_its_requests_and_the_engine_goes_on(make_llm: Any) -> None:
     llm = make_llm()
-    forward = llm.runner.model.forward
+    execute = llm.runner.execute
 
-    def broken(step: Any) -> Any:
+    def broken(batch: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    llm.runner.model.forward = broken
+    llm.runner.execute = broken
     for output in llm.generate([BASE, BASE], GREEDY):
         assert output.finish_reason == "error"
         assert output.error == "the step failed: RuntimeError: out of memory"
-    llm.runner.model.forward = forward
+    llm.runner.execute = execute
     assert tokens(llm.generate([BASE], GREEDY)) == [[5, 6, 7, 8]]
     assert_nothing_held(llm)
 

@@ -28,7 +28,7 @@ llm = LLM(sys.argv[1], num_kv_blocks=8, max_num_seqs=2, max_num_batched_tokens=6
           max_model_len=64, dtype=sys.argv[3])
 done = True; watcher.join()
 weights = sum(p.numel() * p.element_size() for p in llm.runner.model.parameters())
-pool = llm._system.kv_cache.tensor.nbytes
+pool = llm.kv_cache.tensor.nbytes
 print((peak - before - pool) / weights)
 """
 

@@ -52,7 +52,7 @@ class LogitsLLM(LLM):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.kept: dict[str, list[torch.Tensor]] = {}
-        run, execute = self.runner.execute, self._core._execute
+        run, execute = self.runner.execute, self.core.execute
 
         def keeping(batch: Any) -> torch.Tensor:
             self.last = run(batch)
@@ -65,7 +65,7 @@ class LogitsLLM(LLM):
             return sampled
 
         self.runner.execute = keeping  # type: ignore[method-assign]
-        self._core._execute = execute_and_keep  # type: ignore[method-assign]
+        self.core.execute = execute_and_keep  # type: ignore[method-assign]
 
     def _keep(self, request: Request, row: torch.Tensor) -> None:
         self.kept.setdefault(request.request_id, []).append(row.clone())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minilora.config.capture_sizes import check_capture_sizes
 from minilora.config.checks import (
     check_bool,
     check_choice,
@@ -15,6 +17,8 @@ from minilora.config.checks import (
 )
 from minilora.config.errors import ConfigError
 
+GRAPHS = ("auto", "cuda", "recorded", "none")
+GRAPH_MODES = ("full_and_piecewise", "full", "piecewise", "none")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 MAX_LORA_RANK = 256  # the largest rank that the LoRA ops are built and tested for
 
@@ -31,6 +35,7 @@ _OPTIONAL_RANGES = {
     "max_cpu_loras": (1, 1 << 20),
     "max_model_len": (1, 1 << 24),
     "num_kv_blocks": (2, 1 << 30),
+    "max_graph_memory": (0, 1 << 30),
 }
 
 
@@ -49,6 +54,17 @@ class EngineConfig:
         specialize_lora: a step without any adapter runs no LoRA op (vLLM #25914).
         specialize_active_lora: a step's LoRA grid has the size of its own number of adapters,
             not of `max_loras` (vLLM #32005).
+        graph: "cuda" for CUDA graphs, "recorded" for a recorder that replays on any device and
+            finds what CUDA graphs would get wrong, "none" for neither; "auto" is "cuda" on CUDA
+            and "none" elsewhere.
+        graph_mode: "full" freezes steps with one row a request up to their logits; "piecewise"
+            freezes any step but for attention; "full_and_piecewise" takes the first where it
+            can; "none" freezes nothing.
+        capture_sizes: numbers of rows to capture graphs for, ascending. None takes 1, 2, 4, then
+            steps of 8 to 256, then of 16, up to `max_num_seqs` rows (FULL) and at most 512
+            (PIECEWISE).
+        max_graph_memory: MiB that all graphs may take; the least useful ones are left out, and
+            their steps take larger ones or run without. None means no bound.
         dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on CUDA
             and float32 on a CPU, where half precision is slow.
         device: "auto" is CUDA where there is one.
@@ -75,6 +91,10 @@ class EngineConfig:
     max_cpu_loras: int | None = None
     specialize_lora: bool = True
     specialize_active_lora: bool = True
+    graph: str = "auto"
+    graph_mode: str = "full_and_piecewise"
+    capture_sizes: Sequence[int] | None = None
+    max_graph_memory: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     max_num_seqs: int = 64
@@ -95,6 +115,8 @@ class EngineConfig:
         for name in ("enable_lora", "specialize_lora", "specialize_active_lora"):
             check_bool(_WHERE, name, getattr(self, name))
         check_choice(_WHERE, "dtype", self.dtype, DTYPES)
+        check_choice(_WHERE, "graph", self.graph, GRAPHS)
+        check_choice(_WHERE, "graph_mode", self.graph_mode, GRAPH_MODES)
         check_number(_WHERE, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         if self.adapter_root is not None:
             object.__setattr__(
@@ -103,6 +125,15 @@ class EngineConfig:
         self._check_together()
 
     def _check_together(self) -> None:
+        if self.capture_sizes is not None:
+            sizes = check_capture_sizes(
+                self.capture_sizes,
+                self.graph_mode,
+                self.max_num_seqs,
+                self.max_num_batched_tokens,
+                _WHERE,
+            )
+            object.__setattr__(self, "capture_sizes", sizes)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"{_WHERE}max_num_batched_tokens={self.max_num_batched_tokens} must be at least "

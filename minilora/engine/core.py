@@ -64,10 +64,11 @@ class EngineCore:
         with self.lock:
             self.abort_dropped()
             step = self.scheduler.schedule()
-            sampled = self._execute(step)
+            sampled = self.execute(step)
             self._commit(step, sampled)
 
-    def _execute(self, step: ScheduledStep) -> list[SampledToken]:
+    def execute(self, step: ScheduledStep) -> list[SampledToken]:
+        """Run a step and sample from its logits; if it fails, its requests do."""
         if not step.requests:
             return []
         try:

@@ -44,16 +44,18 @@ class LLM:
     Attributes:
         tokenizer: None where the checkpoint has no tokenizer.json; prompts are then token ids.
         max_model_len: the most tokens of prompt and answer together.
+        capture_report: the graphs that were captured, their seconds and bytes.
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         self.config = EngineConfig(os.fspath(model), **options)
         self._system = build(self.config)
         self.model_config, self.runner = self._system.model_config, self._system.runner
-        self.max_model_len = self._system.max_model_len
+        self.kv_cache, self.max_model_len = self._system.kv_cache, self._system.max_model_len
+        self.capture_report = self._system.capture_report
         self.tokenizer = Tokenizer.from_folder(self._system.folder)
         self.scheduler = Scheduler(
-            BlockPool(self._system.kv_cache.num_blocks, self.config.block_size),
+            BlockPool(self.kv_cache.num_blocks, self.config.block_size),
             self._system.slots,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
@@ -66,7 +68,7 @@ class LLM:
             seed=self.config.seed,
         )
         self._default_params = default_params(self._system.folder)
-        self._core = EngineCore(self.runner, self.scheduler, self.max_model_len)
+        self.core = EngineCore(self.runner, self.scheduler, self.max_model_len)
 
     # ---- prompts in, answers out
 
@@ -98,10 +100,10 @@ class LLM:
         try:
             with progress_bar(groups, progress) as advance:
                 while not all(answer.finished for group in groups for answer in group):
-                    self._core.step()
+                    self.core.step()
                     advance()
         finally:
-            self._core.abort(answer for group in groups for answer in group)
+            self.core.abort(answer for group in groups for answer in group)
         return [request_output(group) for group in groups]
 
     def chat(
@@ -163,9 +165,9 @@ class LLM:
                     yield from follower.new_events()
                 followers = [follower for follower in followers if not follower.done]
                 if followers:
-                    self._core.step()
+                    self.core.step()
         finally:
-            self._core.drop(answer for group in groups for answer in group)
+            self.core.drop(answer for group in groups for answer in group)
 
     # ---- one request, one step
 
@@ -185,22 +187,22 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything to do or to return."""
-        return self._core.has_work()
+        return self.core.has_work()
 
     def step(self) -> list[RequestOutput]:
         """Run one step; return the outputs of `add_request` that were finished since the last.
 
         A request that fails ends with ``finish_reason="error"``; `step` does not raise for it.
         """
-        self._core.step()
-        return self._core.take_outputs()
+        self.core.step()
+        return self.core.take_outputs()
 
     def abort(self, request_id: str) -> None:
         """End all answers of a request with what they have; an unknown id is ignored.
 
         `step` returns no output for it.
         """
-        self._core.abort_id(request_id)
+        self.core.abort_id(request_id)
 
     def _submit(
         self,
@@ -223,7 +225,7 @@ class LLM:
         except BaseException:
             self._intake.give_back([request for group in groups for request in group])
             raise
-        self._core.add(groups, polled)
+        self.core.add(groups, polled)
         return groups
 
     # ---- adapters
@@ -260,8 +262,8 @@ class LLM:
             AdapterError: it is not loaded.
             TimeoutError: it is still in use; it goes when its last user is done.
         """
-        with self._core.lock:
-            self._core.abort_dropped()
+        with self.core.lock:
+            self.core.abort_dropped()
             version = self._slots.registry.retire(name)
         if version is None:
             raise AdapterError(self._slots.registry.unknown(name))
@@ -272,11 +274,11 @@ class LLM:
                     f"adapter {name!r} is still used by {version.users} requests after "
                     f"{timeout:g} s; it goes when they are done, or abort them"
                 )
-            self._core.step()
+            self.core.step()
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter in its slot, whoever else wants one; see `AdapterSlots.pin`."""
-        with self._core.lock:
+        with self.core.lock:
             self._slots.pin(name)
 
     def unpin_adapter(self, name: str) -> None:
@@ -285,6 +287,6 @@ class LLM:
 
     def list_adapters(self) -> list[AdapterInfo]:
         """Return the loaded adapters, sorted by name."""
-        with self._core.lock:
-            self._core.abort_dropped()
+        with self.core.lock:
+            self.core.abort_dropped()
             return self._slots.list_adapters()

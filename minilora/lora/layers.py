@@ -81,6 +81,21 @@ class LoraLayer(nn.Module):
     def _write_a(self, target: torch.Tensor, weights: LoraWeights) -> None:
         target[: weights.r].copy_(weights.a)
 
+    def slot_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the stacks by name; their addresses never change."""
+        for name, a, b in zip(self.names, self.lora_a_stacked, self.lora_b_stacked, strict=True):
+            yield f"lora_a_stacked[{name}]", a
+            yield f"lora_b_stacked[{name}]", b
+        yield "lora_ranks", self.lora_ranks
+
+    def rows_to_warm_up(self, most_rows: int, num_active_loras: int) -> list[int]:
+        """Return row counts that together make every LoRA kernel this layer can need on CUDA."""
+        from minilora.ops.triton.launch import rows_to_warm_up
+
+        return rows_to_warm_up(
+            most_rows, num_active_loras, self.lora_a_stacked, self.lora_b_stacked
+        )
+
     def _add_lora(
         self, x: torch.Tensor, out: torch.Tensor, meta: KernelMeta, num_active_loras: int
     ) -> None:
@@ -147,7 +162,7 @@ class LoraEmbedding(LoraLayer):
 
 
 class LoraLmHead(LoraLayer):
-    """The output projection, on the sampled rows only, which have routing of their own."""
+    """The output projection, on all rows or on sampled ones, which have routing of their own."""
 
     def __init__(
         self, name: str, hidden: int, vocab: int, o: LayerOptions, tied: nn.Parameter | None
@@ -156,10 +171,10 @@ class LoraLmHead(LoraLayer):
         self.tied = tied is not None
         self.weight = o.empty(vocab, hidden) if tied is None else tied
 
-    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """``[N, H] -> [N, vocab]`` float32 logits of the N sampled rows."""
+    def forward(self, x: torch.Tensor, meta: KernelMeta, num_active_loras: int) -> torch.Tensor:
+        """``[N, H] -> [N, vocab]`` float32 logits; `meta` routes these N rows."""
         logits = linear(x, self.weight).float()
-        self._add_lora(x, logits, step.sample_meta, step.num_active_loras)
+        self._add_lora(x, logits, meta, num_active_loras)
         return logits
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

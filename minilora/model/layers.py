@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from minilora.batch import StepContext
 from minilora.config.model import ModelConfig
 from minilora.config.rope import RopeConfig
+from minilora.graphs.piecewise import outside_graph
 from minilora.lora.layers import LayerOptions, LoraLinear, LoraMergedLinear
 from minilora.ops.attention import decode_attention, prefill_attention, store_kv
 
@@ -96,11 +97,13 @@ class Attention(nn.Module):
         q, k, v = torch.split(qkv, [w // self.head_dim for w in self.widths], dim=1)
         q, k = self.rope(q, step.positions), self.rope(k, step.positions)
         store_kv(k, v, self.k_cache, self.v_cache, step.slot_mapping)
-        return self.o_proj(self._attend(q, step).flatten(1), step)  # type: ignore[no-any-return]
+        attended = outside_graph(self._attend, q, step)  # [T, Hq, D]
+        return self.o_proj(attended.flatten(1), step)  # type: ignore[no-any-return]
 
     def _attend(self, q: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Attend with the decode rows ``q[:num_decodes]``, then with the prefill rows."""
         n, caches, parts = step.num_decodes, (self.k_cache, self.v_cache), []
+        q = q[: step.num_attention_rows]
         if n:
             tables, lens = step.block_tables[:n], step.context_lens[:n]
             longest = step.max_context_len

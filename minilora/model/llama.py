@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from minilora.batch import StepContext
+from minilora.batch import GraphMode, StepContext
 from minilora.config.model import ModelConfig
 from minilora.lora.layers import (
     LayerOptions,
@@ -61,22 +61,41 @@ class Llama(nn.Module):
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = LoraLmHead("lm_head", hidden, vocab, options, tied)
 
-    def forward(self, step: StepContext) -> torch.Tensor:
-        """Return the hidden states ``[T, H]`` of a step, after the last norm."""
+    def forward(self, step: StepContext, depth: int | None = None) -> torch.Tensor:
+        """Return the hidden states ``[T, H]`` of a step, after the last norm.
+
+        Args:
+            step: the step to compute.
+            depth: run only the first layers; enough for warming up, as all are of one shape.
+        """
         x = self.embed_tokens(step)
-        for layer in self.layers:
+        for layer in self.layers[:depth]:
             x = layer(x, step)
         return self.norm(x)  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """Return float32 logits ``[N, vocab]`` of the step's N sampled rows."""
-        return self.lm_head(hidden[step.sample_indices], step)  # type: ignore[no-any-return]
+        """Return float32 logits: ``[T, vocab]`` in a FULL step, else ``[N, vocab]`` of the N rows
+        that sample.
+        """
+        if step.mode is GraphMode.FULL:  # how many rows sample is not the descriptor's to say
+            return self.lm_head(hidden, step.meta, step.num_active_loras)  # type: ignore[no-any-return]
+        sampled = hidden[step.sample_indices]
+        return self.lm_head(sampled, step.sample_meta, step.num_active_loras)  # type: ignore[no-any-return]
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name in a checkpoint, the weight or the part of one that it fills)."""
         for module in self.modules():
             if isinstance(module, (LoraMergedLinear, LoraEmbedding, LoraLmHead, RMSNorm)):
                 yield from module.checkpoint_tensors()
+
+    def static_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor that a forward reads at a fixed address, by a name of its own."""
+        for path, module in self.named_modules():
+            if isinstance(module, LoraLayer):
+                yield from ((f"{path}.{name}", tensor) for name, tensor in module.slot_tensors())
+            if isinstance(module, RotaryEmbedding):
+                yield from ((f"{path}.cos", module.cos), (f"{path}.sin", module.sin))
+        yield from self.named_parameters()
 
     def lora_layers(self) -> Iterator[LoraLayer]:
         """Yield every layer that has adapter slots."""

@@ -14,6 +14,7 @@ import torch
 from minilora.ops.kernel_meta import KernelMeta
 from minilora.ops.plain import groups_of_grid, shrink_groups
 from minilora.ops.routing import check_call
+from minilora.ops.scratch import blank
 from minilora.ops.triton import HAS_TRITON
 
 
@@ -74,14 +75,15 @@ def _shrink_shape(x: torch.Tensor, lora_a: list[torch.Tensor], *routing: object)
 def _new_h(x: torch.Tensor, lora_a: list[torch.Tensor]) -> torch.Tensor:
     """Return h as the device's shrink makes it.
 
-    Elsewhere than on CUDA: float32 ``[S, T, r]``, zeros, since opcheck also compares the rows
+    Elsewhere than on CUDA: float32 ``[S, T, r]``, blank, since opcheck also compares the rows
     without an adapter, which nothing reads.
     """
     if HAS_TRITON and x.device.type == "cuda":
         from minilora.ops.triton.launch import new_h
 
         return new_h(x, lora_a)
-    return x.new_zeros(len(lora_a), x.shape[0], lora_a[0].shape[1], dtype=torch.float32)
+    shape = (len(lora_a), x.shape[0], lora_a[0].shape[1])
+    return blank(shape, torch.float32, x.device)
 
 
 if HAS_TRITON:

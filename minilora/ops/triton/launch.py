@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from triton import knobs
 
+from minilora.ops.scratch import empty
+
 INTERPRETED: bool = knobs.runtime.interpret
 MAX_SLICES = 3  # q, k and v
 MAPPING_ROWS = 8  # up to here a program looks at every row; see `routing`
@@ -185,7 +187,7 @@ def new_h(x: torch.Tensor, lora_a: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return unwritten ``h``, float32 ``[splits, slices, T, r]``."""
     splits = splits_of(x.shape[0], len(lora_a), x.shape[1], x.device)
     shape = (splits, len(lora_a), x.shape[0], lora_a[0].shape[1])
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+    return empty(shape, torch.float32, x.device)
 
 
 def three(slices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -205,21 +207,27 @@ def check_slices(name: str, slices: Sequence[torch.Tensor], rank_dim: int) -> No
 
 
 def rows_to_warm_up(
-    most_rows: int, num_active_loras: int, slices: int, x: torch.Tensor
+    most_rows: int,
+    num_active_loras: int,
+    lora_a: Sequence[torch.Tensor],
+    lora_b: Sequence[torch.Tensor],
 ) -> list[int]:
     """Return row counts that together make every kernel a number of rows up to this can need.
 
     Triton compiles a kernel when a configuration is first launched, which takes most of a
-    second (vLLM issues 8559, 43009). The number of groups is captured count by count anyway.
+    second (vLLM issues 8559, 43009). The number of groups is warmed up count by count anyway.
     """
+    width, columns = lora_a[0].shape[2], sum(b.shape[1] for b in lora_b)
     seen: dict[tuple[int, ...], int] = {}
     for rows in range(1, most_rows + 1):
-        splits = int(splits_of(rows, slices, x.shape[1], x.device))
-        shrink = shrink_launch(rows, num_active_loras, x.shape[1], RANK_BLOCK, splits, x)
-        expand = expand_launch(rows, num_active_loras, x.shape[1], RANK_BLOCK, x)
+        splits = int(splits_of(rows, len(lora_a), width, lora_a[0].device))
+        shrink = shrink_launch(rows, num_active_loras, width, RANK_BLOCK, splits, lora_a[0])
+        expand = expand_launch(rows, num_active_loras, columns, RANK_BLOCK, lora_b[0])
         key = (
             *(shrink.block_m, shrink.groups, shrink.block_k, shrink.steps),
             *(expand.block_m, next_power_of_2(splits)),
         )
         seen.setdefault(key, rows)
+        if splits == 1 and rows > 64 * num_active_loras:
+            break  # the largest tiles, and nothing is split: more rows change nothing
     return sorted(seen.values())

@@ -1,0 +1,117 @@
+"""How many KV blocks there are: as asked for, or as memory allows."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from minilora.batch import Batch, BatchRow
+from minilora.config.engine import EngineConfig
+from minilora.config.errors import ConfigError
+from minilora.config.model import ModelConfig
+from minilora.engine.make_runner import make_runner
+from minilora.lora.layers import LayerOptions
+from minilora.model.kv_cache import KVCache, bytes_per_block
+from minilora.model.llama import Llama
+from minilora.warmup import MIB, WarmUp
+
+
+def longest_context(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the context that the options and the checkpoint allow, whatever memory holds."""
+    of_model = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > of_model:
+        raise ConfigError(
+            f"LLM: max_model_len={config.max_model_len} is more than the checkpoint's "
+            f"max_position_embeddings={of_model}"
+        )
+    return config.max_model_len or of_model
+
+
+def fitted_context(config: EngineConfig, longest: int, num_blocks: int) -> int:
+    """Bound the context by what the KV pool holds; refuse it where the user asked for more."""
+    held = num_blocks * config.block_size
+    if config.max_model_len is not None and config.max_model_len > held:
+        raise ConfigError(
+            f"LLM: max_model_len={config.max_model_len} does not fit the KV pool of "
+            f"num_kv_blocks={num_blocks} x block_size={config.block_size} = {held} tokens; "
+            "lower max_model_len or raise num_kv_blocks"
+        )
+    return min(longest, held)
+
+
+def most_blocks(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Return how many KV blocks there can be; on CUDA a bound, made exact by `num_blocks_for`."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if device.type == "cuda":
+        left = torch.cuda.get_device_properties(device).total_memory
+    else:
+        left = psutil.virtual_memory().available // 4
+    blocks_a_request = -(-longest_context(config, model_config) // config.block_size)
+    useful = config.max_num_seqs * blocks_a_request  # no step can use more
+    return min(_blocks_in(left, config, model_config, dtype), useful)
+
+
+def num_blocks_for(config: EngineConfig, model: Llama, most: int, options: LayerOptions) -> int:
+    """Return how many KV blocks to make: as asked for, or as memory allows."""
+    if config.num_kv_blocks is not None or options.device.type != "cuda":
+        return most
+    left = _cuda_bytes_left(config, model, options)
+    return min(most, _blocks_in(left, config, model.config, options.dtype))
+
+
+def _blocks_in(
+    left: int, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
+) -> int:
+    """Return how many KV blocks `left` bytes hold.
+
+    Raises:
+        ConfigError: fewer than two, with the bytes and the options that free some.
+    """
+    block_bytes = bytes_per_block(model_config, config.block_size, dtype)
+    if left // block_bytes < 2:
+        raise ConfigError(
+            f"LLM: {max(left, 0)} bytes are left for the KV pool, and one block of "
+            f"{config.block_size} tokens takes {block_bytes}; lower max_loras, max_lora_rank or "
+            "max_num_batched_tokens, or raise gpu_memory_utilization"
+        )
+    return left // block_bytes
+
+
+def _cuda_bytes_left(config: EngineConfig, model: Llama, options: LayerOptions) -> int:
+    """Return what the KV pool may take: the allowed share less the peak of the largest step."""
+    torch.cuda.reset_peak_memory_stats(options.device)
+    graphs = _profile(config, model, options)
+    peak = torch.cuda.max_memory_allocated(options.device)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(options.device).total_memory
+    free, _ = torch.cuda.mem_get_info(options.device)
+    allowed = int(total * config.gpu_memory_utilization)
+    others = total - free - torch.cuda.memory_reserved(options.device)
+    return allowed - peak - graphs - max(others, 0)
+
+
+def _profile(config: EngineConfig, model: Llama, options: LayerOptions) -> int:
+    """Run one step of the most tokens and requests, all in the padding block.
+
+    Returns:
+        The bytes that the graphs will take, estimated.
+    """
+    requests = config.max_num_seqs
+    lengths = [config.max_num_batched_tokens // requests] * requests
+    lengths[-1] += config.max_num_batched_tokens - sum(lengths)
+    longest = max(*lengths, config.block_size)
+    blocks = [0] * -(-longest // config.block_size)
+    cache = KVCache(model.config, 0, config.block_size, options.dtype, options.device)
+    cache.bind(model)
+    rows = [BatchRow([0] * n, 0, blocks, -1, samples=True) for n in sorted(lengths)]
+    runner = make_runner(config, model, cache, longest, options)
+    runner.execute(Batch(tuple(rows)))
+    keys = runner.dispatcher.keys
+    if runner.backend is None or not keys:
+        return 0
+    costs = WarmUp(runner, max_num_seqs=requests, max_model_len=longest).measure_costs()
+    most = config.max_graph_memory
+    return min(costs.of(keys), costs.of(keys) if most is None else most * MIB)

@@ -1,0 +1,77 @@
+"""Make a `ModelRunner` from the options: its buffers, its dispatcher, its graph backend."""
+
+from __future__ import annotations
+
+import torch
+
+from minilora.batch import StepBuffers
+from minilora.config.engine import EngineConfig
+from minilora.config.errors import ConfigError
+from minilora.graphs.base import GraphBackend, Static
+from minilora.graphs.cuda import CudaBackend
+from minilora.graphs.dispatcher import GraphDispatcher
+from minilora.graphs.recorded import RecordedBackend
+from minilora.lora.layers import LayerOptions
+from minilora.model.kv_cache import KVCache
+from minilora.model.llama import Llama
+from minilora.runner import ModelRunner
+
+
+def make_runner(
+    config: EngineConfig,
+    model: Llama,
+    kv_cache: KVCache,
+    max_model_len: int,
+    options: LayerOptions,
+) -> ModelRunner:
+    """Return a runner for the model; nothing is captured yet."""
+    buffers = StepBuffers(
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_blocks=-(-max_model_len // config.block_size),
+        block_size=config.block_size,
+        max_loras=options.max_loras,
+        device=options.device,
+    )
+
+    def static() -> dict[str, torch.Tensor]:
+        tensors = {"step buffers": buffers.packed.tensor, "KV cache": kv_cache.tensor}
+        return {**tensors, **dict(model.static_tensors())}
+
+    backend = _backend(graph_kind(config, options.device), options.device, static)
+    dispatcher = GraphDispatcher(
+        graph_mode=config.graph_mode if backend else "none",
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_loras=options.max_loras,
+        capture_sizes=config.capture_sizes,
+        specialize_lora=config.specialize_lora,
+        specialize_active_lora=config.specialize_active_lora,
+    )
+    most = config.max_num_seqs * max_model_len  # no step has more tokens
+    dispatcher.drop([key for key in dispatcher.keys if key.descriptor.num_tokens > most])
+    return ModelRunner(model, buffers, dispatcher, backend)
+
+
+def graph_kind(config: EngineConfig, device: torch.device) -> str:
+    """Return which graphs the options ask for on this device: "cuda", "recorded" or "none".
+
+    Raises:
+        ConfigError: CUDA graphs on another device.
+    """
+    if config.graph == "cuda" and device.type != "cuda":
+        raise ConfigError(
+            f"LLM: graph='cuda' needs a CUDA device, and the device is {str(device)!r}; "
+            "graph='recorded' replays graphs on any device, graph='none' runs without"
+        )
+    if config.graph_mode == "none":
+        return "none"
+    if config.graph == "auto":
+        return "cuda" if device.type == "cuda" else "none"
+    return config.graph
+
+
+def _backend(kind: str, device: torch.device, static: Static) -> GraphBackend | None:
+    if kind == "none":
+        return None
+    return CudaBackend(static, device) if kind == "cuda" else RecordedBackend(static)

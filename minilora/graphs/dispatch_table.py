@@ -1,0 +1,93 @@
+"""The dispatcher's choices as a table to read: which graph for how many rows and adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from minilora.batch import GraphMode
+from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One line: steps with these rows and adapters run with this graph.
+
+    Attributes:
+        uniform: whether the steps are decode only, one row a request.
+        rows: least and most rows of the steps.
+        adapters: least and most adapters of the steps.
+        key: the graph.
+    """
+
+    uniform: bool
+    rows: tuple[int, int]
+    adapters: tuple[int, int]
+    key: GraphKey
+
+    @property
+    def most_padding(self) -> tuple[int, int]:
+        """The most rows and groups of the graph that are padding; (0, 0) without a graph."""
+        if self.key.mode is GraphMode.NONE:
+            return 0, 0
+        chosen = self.key.descriptor
+        return chosen.num_tokens - self.rows[0], chosen.num_active_loras - self.adapters[0]
+
+    def columns(self) -> tuple[str, str, str, str]:
+        """Return rows, adapters, the graph and its padding as text."""
+        chosen, (rows, groups) = self.key.descriptor, self.most_padding
+        if self.key.mode is GraphMode.NONE:
+            return _span(self.rows), _span(self.adapters), "none: eager", "-"
+        graph = f"{self.key.mode.name}, {chosen.num_tokens} rows, {chosen.num_active_loras} groups"
+        return _span(self.rows), _span(self.adapters), graph, f"up to {rows} rows, {groups} groups"
+
+
+def dispatch_table(
+    dispatcher: GraphDispatcher, most_rows: int, most_requests: int, max_loras: int
+) -> list[Choice]:
+    """Return every choice, decode steps first, neighbouring steps with one graph as one line.
+
+    Args:
+        dispatcher: whose choices to show.
+        most_rows: the most rows of a step.
+        most_requests: the most requests of a step.
+        max_loras: adapter slots.
+    """
+    choices: list[Choice] = []
+    for uniform in (True, False):
+        limit = most_requests if uniform else most_rows
+        for first, last in _ranges(dispatcher, limit, start=1 if uniform else 2):
+            most = min(max_loras, most_requests, last if uniform else last - 1)
+            for count in range(most + 1):
+                _add(choices, dispatcher, uniform, (first, last), count)
+    return choices
+
+
+def _add(
+    choices: list[Choice],
+    dispatcher: GraphDispatcher,
+    uniform: bool,
+    rows: tuple[int, int],
+    count: int,
+) -> None:
+    """Add one line, or widen the last one if it has the same rows and graph."""
+    key = dispatcher.dispatch(rows[1], count, uniform)
+    last = choices[-1] if choices else None
+    if last and (last.uniform, last.rows, last.key) == (uniform, rows, key):
+        choices[-1] = Choice(uniform, rows, (last.adapters[0], count), key)
+    else:
+        choices.append(Choice(uniform, rows, (count, count), key))
+
+
+def _ranges(dispatcher: GraphDispatcher, limit: int, start: int) -> Iterator[tuple[int, int]]:
+    """Yield the runs of row counts between two captured sizes, and what is above the last."""
+    sizes = {key.descriptor.num_tokens for key in dispatcher.keys}
+    first = start
+    for last in sorted({size for size in sizes if size < limit} | {limit}):
+        if last >= first:
+            yield first, last
+            first = last + 1
+
+
+def _span(span: tuple[int, int]) -> str:
+    return str(span[0]) if span[0] == span[1] else f"{span[0]} to {span[1]}"

@@ -1,0 +1,87 @@
+"""Checks of what must hold between steps, whatever the traffic was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from minilora.batch import Batch, GraphMode
+from minilora.engine.request import Request
+from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
+from minilora.lora.adapter import LoraWeights
+from minilora.lora.layers import LoraEmbedding, LoraLayer
+from minilora.runner import ModelRunner
+from minilora.testing.faults import Fault, FaultKind
+
+
+def check_dispatch(key: GraphKey, batch: Batch) -> list[Fault]:
+    """Whether the chosen graph has room for the step's rows and adapters."""
+    chosen, real = key.descriptor, batch.num_real_loras
+    wrong = []
+    if chosen.num_tokens < batch.num_tokens:
+        wrong.append(f"{chosen.num_tokens} rows for {batch.num_tokens}")
+    if real and not chosen.has_lora:
+        wrong.append(f"no LoRA for {real} adapters")
+    elif chosen.num_active_loras < real:
+        wrong.append(f"a grid of {chosen.num_active_loras} for {real} adapters")
+    if key.mode is GraphMode.FULL and not batch.uniform:
+        wrong.append("FULL for a step with prefills")
+    return [Fault(FaultKind.WRONG_GRAPH, text) for text in wrong]
+
+
+def check_keys(dispatcher: GraphDispatcher, max_loras: int, max_num_seqs: int) -> list[Fault]:
+    """Whether every captured count of adapters can occur at its size."""
+    return [
+        Fault(
+            FaultKind.UNREACHABLE_KEY,
+            f"{d.num_active_loras} adapters in {d.num_tokens} rows (max_loras={max_loras}, "
+            f"max_num_seqs={max_num_seqs})",
+        )
+        for d in (key.descriptor for key in dispatcher.keys)
+        if d.num_active_loras > min(max_loras, d.num_tokens, max_num_seqs)
+    ]
+
+
+def is_lora_launch(node: str) -> bool:
+    """Whether a name in `Graph.nodes` is one of the LoRA ops or kernels."""
+    return "lora_" in node or node.startswith(("_shrink_kernel", "_expand_kernel"))
+
+
+def check_launches(runner: ModelRunner, keys: Iterable[GraphKey]) -> list[Fault]:
+    """Whether graphs with LoRA launch LoRA kernels, and those without do not."""
+    faults = []
+    for key in keys:
+        launched = sum(is_lora_launch(node) for node in runner.nodes(key))
+        if key.descriptor.has_lora and not launched:
+            faults.append(Fault(FaultKind.NO_LORA_LAUNCHES, f"{key}"))
+        if launched and not key.descriptor.has_lora:
+            faults.append(Fault(FaultKind.NEEDLESS_LORA, f"{launched} launches in {key}"))
+    return faults
+
+
+def check_slots(layers: Iterable[LoraLayer], requests: Iterable[Request]) -> list[Fault]:
+    """Whether the slot of each running request holds its adapter, and nothing besides."""
+    holders = {r.lora_slot: r.adapter for r in requests if r.adapter is not None}
+    return [
+        Fault(FaultKind.WRONG_SLOT, f"slot {slot} in {wrong}, adapter {version.name!r}")
+        for slot, version in holders.items()
+        if version.adapter is not None
+        and (wrong := _wrong_layer(layers, slot, version.adapter.modules)) is not None
+    ]
+
+
+def _wrong_layer(
+    layers: Iterable[LoraLayer], slot: int, modules: Mapping[str, LoraWeights]
+) -> str | None:
+    for layer in layers:
+        slices = zip(layer.names, layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
+        for name, a_stacked, b_stacked in slices:
+            a, b = torch.zeros_like(a_stacked[slot]), torch.zeros_like(b_stacked[slot])
+            if (weights := modules.get(name)) is not None:
+                own = weights.a.T if isinstance(layer, LoraEmbedding) else weights.a
+                a[tuple(slice(0, n) for n in own.shape)] = own.to(a)
+                b[:, : weights.r] = (weights.b.float() * weights.scaling).to(b)
+            if not torch.equal(a, a_stacked[slot]) or not torch.equal(b, b_stacked[slot]):
+                return name
+    return None

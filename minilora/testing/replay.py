@@ -1,0 +1,153 @@
+"""`check_replay`: the harness for a function that is not ours: your kernel, your layer.
+
+It asks the same as `StepChecker` asks of a whole engine: that a graph follows its inputs, that it
+resets what it accumulates, that it reads only what it wrote or was given, that it leaves its
+inputs alone, and that what is in padding rows does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from minilora.graphs.base import Captured, CaptureError, GraphBackend
+from minilora.graphs.cuda import CudaBackend
+from minilora.graphs.recorded import RecordedBackend
+from minilora.ops.scratch import poison_
+from minilora.testing.faults import Fault, FaultFound, FaultKind
+from minilora.testing.step_runs import same_bits
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def make_backend(name: str, static: Tensors) -> GraphBackend:
+    """Return the graph backend of a name, "recorded" or "cuda".
+
+    Args:
+        name: of the backend.
+        static: the fixed tensors by name; their device is the graphs'.
+    """
+    if name == "cuda":
+        device = next(iter(static.values())).device
+        return CudaBackend(static, device)
+    return RecordedBackend(static)
+
+
+@torch.no_grad()
+def check_replay(
+    fn: Callable[[], Any],
+    inputs: Tensors,
+    steps: Iterable[Tensors],
+    *,
+    state: Tensors | None = None,
+    real_rows: Sequence[int] | None = None,
+    backend: str = "recorded",
+) -> int:
+    """Capture `fn` on the first step and check its replay on every step.
+
+    Args:
+        fn: reads `inputs` and `state` and returns a tensor, or several. Kernels called from it
+            should take their scratch from `minilora.ops.scratch`, so that it can be poisoned.
+        inputs: the buffers that a step writes and `fn` only reads, by name.
+        steps: for each step, what to write to every one of `inputs`.
+        state: fixed tensors besides: weights, and what `fn` may write (a KV cache).
+        real_rows: for each step, how many leading rows are real. The rows after them are
+            filled with NaN where a buffer holds floats; the real rows of the result must not
+            change by a bit.
+        backend: "recorded" (any device) or "cuda".
+
+    Returns:
+        How many replays were compared.
+
+    Raises:
+        FaultFound: naming each fault.
+    """
+    check = _ReplayCheck(fn, inputs, state or {}, backend)
+    for index, values in enumerate(steps):
+        check.step(index, values, None if real_rows is None else real_rows[index])
+        if check.faults:
+            raise FaultFound(check.faults)
+    return check.num_replays
+
+
+class _ReplayCheck:
+    def __init__(self, fn: Callable[[], Any], inputs: Tensors, state: Tensors, name: str) -> None:
+        self._fn, self._inputs, self._fixed = fn, inputs, {**inputs, **state}
+        self._backend = make_backend(name, self._fixed)
+        self._captured: Captured | None = None
+        self.faults: list[Fault] = []
+        self.num_replays = 0
+
+    def step(self, index: int, values: Tensors, real: int | None) -> None:
+        self._where = f"step {index}"
+        for name, buffer in self._inputs.items():
+            buffer.copy_(values[name])
+        before = {name: tensor.clone() for name, tensor in self._fixed.items()}
+        eager, after_eager = self._run(self._fn, before)
+        if self._captured is None:
+            self._capture(before)
+        if self._captured is None:
+            return
+        first, after = self._run(self._replay, before)
+        second, _ = self._run(self._replay, before)
+        if not _same(first, second):
+            self._found(FaultKind.NOT_RESET, "two replays of the same inputs differ")
+        elif not _same(first, eager):
+            fresh = any(bool(x.isnan().any()) for x in first if x.is_floating_point())
+            kind = FaultKind.UNWRITTEN_MEMORY if fresh else FaultKind.FROZEN_VALUE
+            self._found(kind, "the replay is not what the function returns")
+        elif not _same(list(after.values()), list(after_eager.values())):
+            self._found(FaultKind.FROZEN_VALUE, "the replay leaves another state")
+        else:
+            self._poisoned(before, eager, real)
+
+    def _capture(self, before: Tensors) -> None:
+        try:
+            self._captured = self._backend.capture(self._fn)
+        except CaptureError as error:
+            self._found(FaultKind.NOT_CAPTURABLE, str(error))
+        self._restore(before)
+
+    def _poisoned(self, before: Tensors, eager: list[torch.Tensor], real: int | None) -> None:
+        self._backend.poison()
+        scratch, _ = self._run(self._replay, before)
+        if not _same(scratch, eager):
+            self._found(FaultKind.UNWRITTEN_MEMORY, "poison in the graph's scratch shows")
+        elif real is not None:
+            self._restore(before)
+            for buffer in self._inputs.values():
+                if buffer.is_floating_point():
+                    poison_(buffer[real:])
+            padded = [x.clone() for x in tree_leaves(self._replay())]
+            self._restore(before)
+            if not _same([x[:real] for x in padded], [x[:real] for x in eager]):
+                self._found(FaultKind.PADDING_LEAKS, f"NaN in the rows from {real} on shows")
+
+    def _replay(self) -> Any:
+        assert self._captured is not None
+        self.num_replays += 1
+        return self._captured.replay()
+
+    def _run(self, fn: Callable[[], Any], before: Tensors) -> tuple[list[torch.Tensor], Tensors]:
+        self._restore(before)
+        out = [leaf.clone() for leaf in tree_leaves(fn())]
+        after = {name: tensor.clone() for name, tensor in self._fixed.items()}
+        for name in self._inputs:
+            if not same_bits(after[name], before[name]):
+                self._found(FaultKind.INPUT_WRITTEN, name)
+        return out, after
+
+    def _restore(self, before: Tensors) -> None:
+        for name, tensor in self._fixed.items():
+            tensor.copy_(before[name])
+
+    def _found(self, kind: FaultKind, detail: str) -> None:
+        if not any(fault.kind is kind for fault in self.faults):
+            self.faults.append(Fault(kind, f"{detail} ({self._where})"))
+
+
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(same_bits(x, y) for x, y in zip(a, b, strict=True))
