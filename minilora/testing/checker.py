@@ -103,6 +103,7 @@ class StepChecker:
         """Run one step in place of `ModelRunner.execute`, and check it."""
         runner = self._runner
         self._poison.stale_buffers()
+        self._poison.unowned_kv(batch)  # so that every write to a foreign entry is a change
         key, step = runner.prepare(batch)
         runner.num_steps[key.mode] += 1
         self.num_steps += 1

@@ -62,10 +62,10 @@ def check_launches(runner: ModelRunner, keys: Iterable[GraphKey]) -> list[Fault]
 
 def check_slots(layers: Iterable[LoraLayer], requests: Iterable[Request]) -> list[Fault]:
     """Whether the slot of each running request holds its adapter, and nothing besides."""
-    holders = {r.lora_slot: r.adapter for r in requests if r.adapter is not None}
+    holders = {(r.lora_slot, r.adapter) for r in requests if r.adapter is not None}
     return [
         Fault(FaultKind.WRONG_SLOT, f"slot {slot} in {wrong}, adapter {version.name!r}")
-        for slot, version in holders.items()
+        for slot, version in holders
         if version.adapter is not None
         and (wrong := _wrong_layer(layers, slot, version.adapter.modules)) is not None
     ]

@@ -77,13 +77,20 @@ class Parity:
         steps: Iterable[Tensors],
         *,
         state: Tensors | None = None,
+        scratch: Tensors | None = None,
         real_rows: Sequence[int] | None = None,
     ) -> int:
         """Check a function; see `minilora.testing.check_replay`."""
         from minilora.testing.replay import check_replay
 
         return check_replay(
-            fn, inputs, steps, state=state, real_rows=real_rows, backend=self.backend
+            fn,
+            inputs,
+            steps,
+            state=state,
+            scratch=scratch,
+            real_rows=real_rows,
+            backend=self.backend,
         )
 
     def engine(self, make: Factory, **options: Any) -> ParityReport:

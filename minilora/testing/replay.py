@@ -43,6 +43,7 @@ def check_replay(
     steps: Iterable[Tensors],
     *,
     state: Tensors | None = None,
+    scratch: Tensors | None = None,
     real_rows: Sequence[int] | None = None,
     backend: str = "recorded",
 ) -> int:
@@ -53,7 +54,10 @@ def check_replay(
             should take their scratch from `minilora.ops.scratch`, so that it can be poisoned.
         inputs: the buffers that a step writes and `fn` only reads, by name.
         steps: for each step, what to write to every one of `inputs`.
-        state: fixed tensors besides: weights, and what `fn` may write (a KV cache).
+        state: fixed tensors besides: weights, and what `fn` may write (a KV cache). They are put
+            back before every run.
+        scratch: fixed tensors that `fn` must write before it reads them. They keep what the run
+            before left there.
         real_rows: for each step, how many leading rows are real. The rows after them are
             filled with NaN where a buffer holds floats; the real rows of the result must not
             change by a bit.
@@ -65,7 +69,7 @@ def check_replay(
     Raises:
         FaultFound: naming each fault.
     """
-    check = _ReplayCheck(fn, inputs, state or {}, backend)
+    check = _ReplayCheck(fn, inputs, state or {}, scratch or {}, backend)
     for index, values in enumerate(steps):
         check.step(index, values, None if real_rows is None else real_rows[index])
         if check.faults:
@@ -74,9 +78,12 @@ def check_replay(
 
 
 class _ReplayCheck:
-    def __init__(self, fn: Callable[[], Any], inputs: Tensors, state: Tensors, name: str) -> None:
+    def __init__(
+        self, fn: Callable[[], Any], inputs: Tensors, state: Tensors, scratch: Tensors, name: str
+    ) -> None:
         self._fn, self._inputs, self._fixed = fn, inputs, {**inputs, **state}
-        self._backend = make_backend(name, self._fixed)
+        self._scratch = scratch
+        self._backend = make_backend(name, {**self._fixed, **scratch})
         self._captured: Captured | None = None
         self.faults: list[Fault] = []
         self.num_replays = 0
@@ -113,6 +120,8 @@ class _ReplayCheck:
 
     def _poisoned(self, before: Tensors, eager: list[torch.Tensor], real: int | None) -> None:
         self._backend.poison()
+        for tensor in self._scratch.values():
+            poison_(tensor)
         scratch, _ = self._run(self._replay, before)
         if not _same(scratch, eager):
             self._found(FaultKind.UNWRITTEN_MEMORY, "poison in the graph's scratch shows")

@@ -128,7 +128,11 @@ class StepRuns:
         """Name why a replay that repeats itself is not what eager execution gives."""
         where = self.where(got, want)
         if got.isnan().any() and not want.isnan().any():
-            return Fault(FaultKind.UNWRITTEN_MEMORY, where)
+            # NaN lies in the graph's scratch and in KV entries of nobody: which was read?
+            self._restore()
+            self._cache.nan_to_num_(0.0)
+            still = self._runner.replay(self._key, self._step).isnan().any()
+            return Fault(FaultKind.UNWRITTEN_MEMORY if still else FaultKind.FROZEN_VALUE, where)
         if self._step.num_active_loras:
             self._restore()
             base = self._runner.forward(dataclasses.replace(self._step, num_active_loras=0))
