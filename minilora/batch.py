@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -95,17 +96,17 @@ class Batch:
         if 0 in lengths or any(length != 1 for length in lengths[:single]):
             raise ValueError("a Batch lists requests with one token first, none without a token")
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens to compute, over all requests."""
         return sum(len(row.token_ids) for row in self.rows)
 
-    @property
+    @cached_property
     def uniform(self) -> bool:
         """Whether every request has exactly one token."""
         return all(len(row.token_ids) == 1 for row in self.rows)
 
-    @property
+    @cached_property
     def num_real_loras(self) -> int:
         """Distinct adapters; ``-1`` is none."""
         return len({row.lora_slot for row in self.rows} - {NO_LORA})
@@ -133,7 +134,8 @@ class StepContext:
         sample_indices: int32 ``[N]``, the rows whose logits are wanted (a FULL step computes
             those of all rows).
         meta: adapter routing of the T rows.
-        sample_meta: adapter routing of the N sampled rows (they were gathered).
+        sample_meta: adapter routing of the N sampled rows, which were gathered; of no use in a
+            FULL step.
         num_active_loras: groups in the grid; 0 runs no LoRA op.
     """
 
@@ -193,6 +195,7 @@ class StepBuffers:
         self.packed = PackedInts(sizes, device)
         self.meta = KernelMeta(max_num_tokens, max_loras, packed=self.packed, prefix="token.")
         self.sample_meta = KernelMeta(max_num_seqs, max_loras, packed=self.packed, prefix="sample.")
+        self._full_steps: dict[tuple[BatchDescriptor, int], StepContext] = {}
         self._tables = self.packed.host["block_tables"].reshape(max_num_seqs, max_blocks)
 
     def write(
@@ -203,17 +206,15 @@ class StepBuffers:
         Raises:
             ValueError: the descriptor does not fit the batch, the mode or the buffers.
         """
-        rows, padded = batch.rows, descriptor.num_tokens
+        rows = batch.rows
         self._check(batch, descriptor, mode)
         self._write_tokens(rows)
         self._write_requests(rows)
         sampled = self._write_samples(rows)
-        lengths = [len(row.token_ids) for row in rows]
-        slots = np.repeat([row.lora_slot for row in rows], lengths)
-        sample_slots = [row.lora_slot for row in rows if row.samples]
-        self.meta.write(slots, padded, descriptor.num_active_loras)
-        self.sample_meta.write(sample_slots, sampled, descriptor.num_active_loras)
+        self._write_routing(rows, descriptor, mode, sampled)
         self.packed.upload()
+        if mode is GraphMode.FULL:
+            return self._full_step(descriptor, sampled)
         return self._views(rows, descriptor, mode, sampled)
 
     def _check(self, batch: Batch, descriptor: BatchDescriptor, mode: GraphMode) -> None:
@@ -263,12 +264,36 @@ class StepBuffers:
             self._tables[i, : len(row.block_ids)] = row.block_ids
 
     def _write_samples(self, rows: Sequence[BatchRow]) -> int:
-        ends = np.cumsum([len(row.token_ids) for row in rows])
-        last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.samples]
+        last, end = [], 0
+        for row in rows:
+            end += len(row.token_ids)
+            if row.samples:
+                last.append(end - 1)
         indices = self.packed.host["sample_indices"]
         indices[: len(last)] = last
         indices[len(last) :] = 0
         return len(last)
+
+    def _write_routing(
+        self, rows: Sequence[BatchRow], descriptor: BatchDescriptor, mode: GraphMode, sampled: int
+    ) -> None:
+        padded, count = descriptor.num_tokens, descriptor.num_active_loras
+        slots = [row.lora_slot for row in rows]
+        if mode is GraphMode.FULL:  # logits of all rows, so the same routing
+            self.meta.write(slots, padded, count)
+            self.sample_meta.reset()
+            return
+        self.meta.write(np.repeat(slots, [len(row.token_ids) for row in rows]), padded, count)
+        sample_slots = [row.lora_slot for row in rows if row.samples]
+        self.sample_meta.write(sample_slots, sampled, count)
+
+    def _full_step(self, descriptor: BatchDescriptor, sampled: int) -> StepContext:
+        """Return the step of a FULL descriptor, which says all of it: it is made only once."""
+        step = self._full_steps.get((descriptor, sampled))
+        if step is None:
+            step = self._views((), descriptor, GraphMode.FULL, sampled)
+            self._full_steps[descriptor, sampled] = step
+        return step
 
     def _views(
         self, rows: Sequence[BatchRow], descriptor: BatchDescriptor, mode: GraphMode, sampled: int

@@ -8,6 +8,7 @@ would not be, and the graph would never apply one: TGI pull 2180.)
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from dataclasses import dataclass
@@ -187,10 +188,14 @@ class WarmUp:
                 self._run_one_layer(BatchDescriptor(rows, count, uniform))
                 if uniform and rows > 1:
                     self._run_one_layer(BatchDescriptor(rows, count, False))
+        self._run_one_layer(BatchDescriptor(1, 0, True), longest=True)
 
-    def _run_one_layer(self, descriptor: BatchDescriptor) -> None:
+    def _run_one_layer(self, descriptor: BatchDescriptor, longest: bool = False) -> None:
+        """Run one layer on a dummy batch; `longest`: as if the contexts could be the longest."""
         runner, batch = self._runner, self.dummy_batch(descriptor)
         step = runner.buffers.write(batch, descriptor, GraphMode.NONE)
+        if longest:  # attention splits long contexts, with kernels of their own
+            step = dataclasses.replace(step, max_context_len=self._max_model_len)
         with torch.no_grad():
             runner.sampled_logits(runner.forward(step, depth=1), step, batch)
 
@@ -200,7 +205,8 @@ class WarmUp:
         most = min(tokens, self._max_num_seqs * self._max_model_len)
         rows = {1, 2, most}
         if count:
-            for layer in self._runner.model.lora_layers():
+            layers = {layer.shape_key: layer for layer in self._runner.model.lora_layers()}
+            for layer in layers.values():
                 rows.update(layer.rows_to_warm_up(most, count))
         return sorted(row for row in rows if row <= most)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import math
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from minilora.cli.options import add_flags, given
 from minilora.config import (
     ConfigError,
     EngineConfig,
@@ -51,14 +53,16 @@ ENGINE_RANGES = {
     "max_cpu_loras": (1, 1 << 20),
     "max_model_len": (1, 1 << 24),
     "num_kv_blocks": (2, 1 << 30),
+    "max_graph_memory": (0, 1 << 30),
 }
+MAY_BE_NONE = ("max_cpu_loras", "max_model_len", "num_kv_blocks", "max_graph_memory")
 
 
 @pytest.mark.parametrize(("name", "bounds"), ENGINE_RANGES.items())
 def test_engine_range(name: str, bounds: tuple[int, int]) -> None:
     low, high = bounds
     wrong: list[object] = [low - 1, -1, high + 1, HUGE, 1.5, 4.0, "4", True, [4], math.nan]
-    if name not in ("max_cpu_loras", "max_model_len", "num_kv_blocks"):
+    if name not in MAY_BE_NONE:
         wrong.append(None)
     for value in wrong:
         refused(engine, f"LLM: {name}=.* must be an integer from {low} to {high}", **{name: value})
@@ -107,6 +111,84 @@ def test_every_request_must_be_able_to_add_a_token() -> None:
 @pytest.mark.parametrize("dtype", ["", "float", "BFLOAT16", None, 16, torch.float16, ["float16"]])
 def test_engine_dtype(dtype: object) -> None:
     refused(engine, "dtype=.* must be one of 'auto', 'float32', 'float16', 'bfloat16'", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("graph", ["auto", "cuda", "recorded", "none"]),
+        ("graph_mode", ["full_and_piecewise", "full", "piecewise", "none"]),
+    ],
+)
+def test_engine_graph_choices(name: str, choices: list[str]) -> None:
+    assert getattr(engine(), name) == choices[0]
+    for value in choices:
+        assert getattr(engine(**{name: value}), name) == value
+    for wrong in ("", choices[1].upper(), None, True, 1, choices):
+        refused(engine, f"LLM: {name}=.* must be one of '{choices[0]}'", **{name: wrong})
+
+
+def test_a_misspelt_graph_names_the_nearest() -> None:
+    refused(engine, "graph='recordd' must.*did you mean 'recorded'", graph="recordd")
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4], (1, 2, 4), [64], range(1, 4)])
+def test_capture_sizes_are_kept_as_a_tuple(sizes: Sequence[int]) -> None:
+    config = engine(capture_sizes=sizes)
+    assert config.capture_sizes == tuple(sizes)
+    assert isinstance(config.capture_sizes, tuple)
+    assert dataclasses.replace(config, seed=1).capture_sizes == tuple(sizes)
+
+
+def test_capture_sizes_are_the_users_no_longer() -> None:
+    sizes = [1, 2]
+    config = engine(capture_sizes=sizes)
+    sizes.append(0)  # after the check
+    assert config.capture_sizes == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "match"),
+    [
+        ([], r"capture_sizes=\[\] must be a list of one or more sizes; leave it out"),
+        (8, "capture_sizes=8 must be a list"),
+        ("1,2", "capture_sizes='1,2' must be a list"),
+        (b"\x01", "must be a list"),
+        ([10**5000], "a huge integer is over max_num_batched_tokens=2048"),
+        ({1, 2}, "capture_sizes={1, 2} must be a list"),
+        ([0, 1], "capture_sizes=.*: 0 must be an integer of at least 1"),
+        ([-1], "-1 must be an integer of at least 1"),
+        ([True, 2], "True must be an integer"),
+        ([1, 2.0], "2.0 must be an integer"),
+        ([1, "2"], "'2' must be an integer"),
+        ([1, None], "None must be an integer"),
+        ([2, 1], "must ascend without repeats, but 1 follows 2"),
+        ([1, 2, 2], "must ascend without repeats, but 2 follows 2"),
+        ([1, 2049], "2049 is over max_num_batched_tokens=2048.*raise max_num_batched_tokens"),
+        (range(2, 5000), r"capture_sizes=range\(2, 5000\): 4999 is over"),
+    ],
+)
+def test_capture_sizes_that_are_none(sizes: object, match: str) -> None:
+    refused(engine, f"LLM: .*{match}", capture_sizes=sizes)
+
+
+def test_the_limit_of_capture_sizes_depends_on_the_mode() -> None:
+    for mode in ("full_and_piecewise", "piecewise", "none"):
+        assert engine(capture_sizes=[65, 2048], graph_mode=mode).graph_mode == mode
+    assert engine(capture_sizes=[64], graph_mode="full").capture_sizes == (64,)
+    refused(
+        engine, "65 is over max_num_seqs=64.*raise max_num_seqs",
+        capture_sizes=[8, 65], graph_mode="full",
+    )  # fmt: skip
+
+
+def test_graph_flags_of_the_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "engine", EngineConfig, {"model"})
+    args = parser.parse_args("--capture-sizes 1 2 8 --graph none --max-graph-memory 0".split())
+    options = given(args, EngineConfig)
+    assert options == {"capture_sizes": [1, 2, 8], "graph": "none", "max_graph_memory": 0}
+    assert engine(**options).capture_sizes == (1, 2, 8)
 
 
 @pytest.mark.parametrize("name", ["enable_lora", "specialize_lora", "specialize_active_lora"])

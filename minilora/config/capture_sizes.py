@@ -31,7 +31,7 @@ def check_capture_sizes(
         ConfigError: naming the first size that is wrong, and the limit.
     """
     text = f"{where}capture_sizes={shown(sizes)}"
-    if isinstance(sizes, str) or not isinstance(sizes, Sequence) or not sizes:
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Sequence) or not sizes:
         raise ConfigError(f"{text} must be a list of one or more sizes; leave it out for the usual")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -39,14 +39,15 @@ def check_capture_sizes(
     for before, size in itertools.pairwise(sizes):
         if size <= before:
             raise ConfigError(
-                f"{text}: sizes must ascend without repeats, but {size} follows {before}"
+                f"{text}: sizes must ascend without repeats, but {shown(size)} follows "
+                f"{shown(before)}"
             )
     name, limit = "max_num_batched_tokens", max_num_batched_tokens
     if graph_mode == "full":  # a FULL graph has a row for each request
         name, limit = "max_num_seqs", max_num_seqs
     if sizes[-1] > limit:
         raise ConfigError(
-            f"{text}: {sizes[-1]} is over {name}={limit}, the most rows of a step; "
+            f"{text}: {shown(sizes[-1])} is over {name}={limit}, the most rows of a step; "
             f"drop it or raise {name}"
         )
     return tuple(sizes)

@@ -65,6 +65,8 @@ class EngineConfig:
             (PIECEWISE).
         max_graph_memory: MiB that all graphs may take; the least useful ones are left out, and
             their steps take larger ones or run without. None means no bound.
+        load_format: "auto" reads the checkpoint's safetensors; "dummy" makes random weights and
+            needs no more than config.json, for benchmarks (vLLM's option).
         dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on CUDA
             and float32 on a CPU, where half precision is slow.
         device: "auto" is CUDA where there is one.
@@ -95,6 +97,7 @@ class EngineConfig:
     graph_mode: str = "full_and_piecewise"
     capture_sizes: Sequence[int] | None = None
     max_graph_memory: int | None = None
+    load_format: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
     max_num_seqs: int = 64
@@ -115,6 +118,7 @@ class EngineConfig:
         for name in ("enable_lora", "specialize_lora", "specialize_active_lora"):
             check_bool(_WHERE, name, getattr(self, name))
         check_choice(_WHERE, "dtype", self.dtype, DTYPES)
+        check_choice(_WHERE, "load_format", self.load_format, ("auto", "dummy"))
         check_choice(_WHERE, "graph", self.graph, GRAPHS)
         check_choice(_WHERE, "graph_mode", self.graph_mode, GRAPH_MODES)
         check_number(_WHERE, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)

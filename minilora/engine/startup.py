@@ -21,7 +21,7 @@ from minilora.lora.layers import LayerOptions
 from minilora.lora.slots import AdapterSlots
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
-from minilora.model.weights import check_weights, load_weights
+from minilora.model.weights import check_weights, fill_weights, load_weights
 from minilora.runner import ModelRunner
 from minilora.warmup import MIB, CaptureReport, WarmUp
 
@@ -58,14 +58,18 @@ def build(config: EngineConfig) -> System:
     device = _device(config.device)
     graph_kind(config, device)  # refused before any memory is taken
     dtype = _dtype(config.dtype, model_config.dtype, device)
-    skeleton = Llama(model_config, 1, LayerOptions(dtype, torch.device("meta")))
-    check_weights(skeleton, folder)  # before any memory is taken
+    if config.load_format == "auto":
+        skeleton = Llama(model_config, 1, LayerOptions(dtype, torch.device("meta")))
+        check_weights(skeleton, folder)  # before any memory is taken
     most = most_blocks(config, model_config, dtype, device)
     longest = min(longest_context(config, model_config), most * config.block_size)
     max_loras = config.max_loras if config.enable_lora else 0
     options = LayerOptions(dtype, device, max_loras, config.max_lora_rank if max_loras else 0)
     model = Llama(model_config, longest, options)
-    load_weights(model, folder, progress=sys.stderr.isatty())
+    if config.load_format == "dummy":
+        fill_weights(model, config.seed)
+    else:
+        load_weights(model, folder, progress=sys.stderr.isatty())
     num_blocks = num_blocks_for(config, model, most, options)
     max_model_len = fitted_context(config, longest, num_blocks)
     kv_cache = KVCache(model_config, num_blocks, config.block_size, dtype, device)

@@ -145,7 +145,11 @@ class GraphBackend(ABC):
             graph = capture.end()
             output = tree_map_only(torch.Tensor, self.alias, output)
             memory = capture.finish()
-        except BaseException:
+        except BaseException as error:
             capture.abandon()
-            raise
+            raise self.explain(error)  # noqa: B904 - it is the same error, or has it as its cause
         return Captured(graph, output, memory)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error during a capture: itself, or a `CaptureError`."""
+        return error

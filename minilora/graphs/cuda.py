@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from minilora.graphs.base import Capture, CaptureError, Graph, GraphBackend, Static
+from minilora.graphs.refusals import where
 
 
 class CudaGraph:
@@ -70,6 +71,15 @@ class CudaBackend(GraphBackend):
         """Bytes of the shared pool."""
         return sum(segment["total_size"] for segment in self._segments())
 
+    def explain(self, error: BaseException) -> BaseException:
+        """Name the line that did what CUDA does not capture: torch's message is far from it."""
+        if not isinstance(error, RuntimeError) or "captur" not in str(error):
+            return error
+        reason = str(error).splitlines()[0]
+        explained = CaptureError(f"{where(error)}: this cannot be captured ({reason})")
+        explained.__cause__ = error
+        return explained
+
     def poison(self) -> None:
         """Fill the pool with bytes that are NaN in every float type.
 
@@ -107,10 +117,7 @@ class _CudaCapture:
     def end(self) -> CudaGraph:
         graph, self._graph = self._graph, None
         assert graph is not None
-        try:
-            graph.capture_end()
-        except RuntimeError as error:
-            raise CaptureError(f"CUDA could not capture the function: {error}") from error
+        graph.capture_end()
         return CudaGraph(graph)
 
     def finish(self) -> int:

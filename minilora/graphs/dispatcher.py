@@ -95,6 +95,10 @@ class GraphDispatcher:
             # A step that is not uniform has a request with two rows or more.
             requests = rows if covered < min(rows, self._max_num_seqs) else rows - 1
             counts = self._counts(requests) if requests else []
+            if self._full:
+                # The counts between would double these graphs, and their steps are prefills:
+                # there an idle group costs next to nothing (docs/decisions.md).
+                counts = [count for count in counts if count in (0, counts[-1])]
             keys += [self._key(GraphMode.PIECEWISE, rows, count) for count in counts]
         self._take(keys)
 

@@ -133,9 +133,9 @@ def capture_piecewise(
         recording.pieces.append(capture.end())
         output = tree_map_only(torch.Tensor, backend.alias, output)
         memory = capture.finish()
-    except BaseException:
+    except BaseException as error:
         capture.abandon()
-        raise
+        raise backend.explain(error)  # noqa: B904 - it is the same error, or has it as its cause
     finally:
         _running.reset(token)
     return PiecewiseGraph(recording, output, memory)

@@ -31,9 +31,13 @@ _COPIES = ("aten::copy_", "aten::_to_copy", "aten::copy")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
-def where() -> str:
-    """Return ``file.py:line`` of the innermost frame that is not torch's or the recorder's."""
-    for frame in reversed(traceback.extract_stack()):
+def where(error: BaseException | None = None) -> str:
+    """Return ``file.py:line`` of the innermost frame that is not torch's or the recorder's.
+
+    The frames are those of the caller, or of where an error came from.
+    """
+    trace = traceback.extract_tb(error.__traceback__) if error else traceback.extract_stack()
+    for frame in reversed(trace):
         if not frame.filename.startswith(_NOT_THE_USERS):
             return f"{Path(frame.filename).name}:{frame.lineno}"
     return "unknown line"

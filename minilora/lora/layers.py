@@ -88,6 +88,11 @@ class LoraLayer(nn.Module):
             yield f"lora_b_stacked[{name}]", b
         yield "lora_ranks", self.lora_ranks
 
+    @property
+    def shape_key(self) -> tuple[torch.Size, ...]:
+        """What layers of the same shapes have in common."""
+        return tuple(x.shape for x in (*self.lora_a_stacked, *self.lora_b_stacked))
+
     def rows_to_warm_up(self, most_rows: int, num_active_loras: int) -> list[int]:
         """Return row counts that together make every LoRA kernel this layer can need on CUDA."""
         from minilora.ops.triton.launch import rows_to_warm_up

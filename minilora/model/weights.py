@@ -52,6 +52,17 @@ def load_weights(model: Llama, folder: Path, *, progress: bool = False) -> None:
         _fill(target, files[name], name)
 
 
+@torch.no_grad()
+def fill_weights(model: Llama, seed: int) -> None:
+    """Fill every weight with random numbers that keep activations finite; norms with ones."""
+    generator = torch.Generator(model.embed_tokens.weight.device).manual_seed(seed)
+    for weight in model.parameters():
+        if weight.dim() == 1:
+            weight.fill_(1.0)
+        else:
+            weight.normal_(0.0, weight.shape[1] ** -0.5, generator=generator)
+
+
 def check_weights(model: Llama, folder: Path) -> dict[str, Path]:
     """Return the file of every tensor, once their names and shapes are those of `model`.
 

@@ -1,5 +1,8 @@
 """Paged attention: the contract, and bodies on `scaled_dot_product_attention`.
 
+On CUDA `store_kv` and `decode_attention` launch Triton kernels (`ops/triton/store_kv.py` and
+`decode.py`).
+
 The KV cache of a layer is two tensors ``[num_blocks, block_size, Hkv, D]``. A request's tokens
 lie in the blocks of its row of `block_tables`; block 0 belongs to nobody and takes what padding
 rows write. A step's rows come in two parts: first the decode rows (one token a request), whose
@@ -12,9 +15,12 @@ Legend: T tokens, R requests, Hq query heads, Hkv key/value heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+
+from minilora.ops.triton import HAS_TRITON
 
 
 @torch.library.custom_op("minilora::store_kv", mutates_args=("k_cache", "v_cache"))
@@ -158,3 +164,20 @@ def _causal_attention(
         grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale
     )
     return out.permute(2, 0, 1, 3).flatten(1, 2)  # [N, Hq, D]
+
+
+if HAS_TRITON:
+
+    @store_kv.register_kernel("cuda")
+    def _store_kv_on_cuda(
+        k: torch.Tensor, v: torch.Tensor, *caches_and_slots: torch.Tensor
+    ) -> None:
+        from minilora.ops.triton import store_kv as kernel
+
+        kernel.store_kv(k, v, *caches_and_slots)
+
+    @decode_attention.register_kernel("cuda")
+    def _decode_on_cuda(q: torch.Tensor, *others: Any) -> torch.Tensor:
+        from minilora.ops.triton.decode import decode
+
+        return decode(q, *others)

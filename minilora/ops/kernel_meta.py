@@ -65,6 +65,7 @@ class KernelMeta:
         self._full = [fields.device[name] for name in sizes]
         self._rows = np.arange(max_tokens, dtype=np.int32)
         self.active_lora_ids, self.num_tokens_per_lora, self.lora_token_start_loc = self._full[2:]
+        self._shown = -1
         self._show(max_tokens)
         self.reset()
 
@@ -162,6 +163,9 @@ class KernelMeta:
 
     def _show(self, num_tokens: int) -> None:
         """Let the tables by row show the rows of this step only; the addresses stay."""
+        if num_tokens == self._shown:
+            return
+        self._shown = num_tokens
         self.token_lora_mapping = self._full[0][:num_tokens]
         self.token_indices_sorted_by_lora_ids = self._full[1][:num_tokens]
 

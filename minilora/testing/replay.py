@@ -103,7 +103,9 @@ class _ReplayCheck:
         if not _same(first, second):
             self._found(FaultKind.NOT_RESET, "two replays of the same inputs differ")
         elif not _same(first, eager):
-            fresh = any(bool(x.isnan().any()) for x in first if x.is_floating_point())
+            self._backend.poison()
+            third, _ = self._run(self._replay, before)
+            fresh = _has_nan(first) or not _same(third, first)
             kind = FaultKind.UNWRITTEN_MEMORY if fresh else FaultKind.FROZEN_VALUE
             self._found(kind, "the replay is not what the function returns")
         elif not _same(list(after.values()), list(after_eager.values())):
@@ -156,6 +158,10 @@ class _ReplayCheck:
     def _found(self, kind: FaultKind, detail: str) -> None:
         if not any(fault.kind is kind for fault in self.faults):
             self.faults.append(Fault(kind, f"{detail} ({self._where})"))
+
+
+def _has_nan(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(bool(x.isnan().any()) for x in tensors if x.is_floating_point())
 
 
 def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:

@@ -1,0 +1,80 @@
+"""What only a GPU can show: compilations after warm-up, and profiles of real replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minilora import LLM, LoRARequest, SamplingParams
+from minilora.batch import GraphMode
+from minilora.testing.invariants import is_lora_launch
+from tests.conftest import SignatureZoo
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def compilations() -> Iterator[list[str]]:
+    """The names of Triton kernels that are specialised from now on, from a disk cache or not."""
+    from triton import knobs
+
+    seen: list[str] = []
+    before = knobs.runtime.jit_cache_hook
+
+    def note(*, fn: Any, **_: Any) -> None:
+        seen.append(fn.name)
+
+    knobs.runtime.jit_cache_hook = note
+    yield seen
+    knobs.runtime.jit_cache_hook = before
+
+
+@pytest.mark.parametrize("graph", ["cuda", "none"])
+def test_p4_no_request_compiles_or_captures(
+    tiny_llama: Path, tiny_adapter: Callable[..., Path], compilations: list[str], graph: str
+) -> None:
+    """vLLM 8559, 43009, 49903: the first request of a kind took seconds."""
+    llm = LLM(
+        tiny_llama, enable_lora=True, max_loras=3, max_lora_rank=16, max_num_seqs=20,
+        max_num_batched_tokens=700, max_model_len=512, num_kv_blocks=600, dtype="bfloat16",
+        capture_sizes=[1, 2, 8, 20, 64], graph=graph,
+    )  # fmt: skip
+    assert compilations, "the hook sees compilations"
+    captured = len(llm.runner.graphs)
+    compilations.clear()
+    loras = [
+        LoRARequest(f"r{r}", tiny_adapter(f"p4-{r}", r=r, target_modules="all-linear"))
+        for r in (4, 16)
+    ] + [LoRARequest("e", tiny_adapter("p4-e", target_modules=["embed_tokens", "lm_head"], r=8))]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    for rows in (1, 2, 3, 16, 17, 20):
+        for length in (1, 5, 40, 300):
+            for chosen in ([None], loras[:1], loras[:2], loras, [None, *loras]):
+                picked = [chosen[row % len(chosen)] for row in range(rows)]
+                llm.generate([[7] * length] * rows, params, picked, progress=False)
+    assert compilations == []
+    assert len(llm.runner.graphs) == captured
+    if graph == "cuda":
+        assert min(llm.runner.num_steps[mode] for mode in GraphMode) > 0, "also steps too long"
+
+
+def test_p1_base_traffic_launches_no_lora_kernel(zoo: SignatureZoo) -> None:
+    """vLLM 10898: an engine with adapters, asked for the base model, from a profile."""
+    from torch.profiler import ProfilerActivity, profile
+
+    llm = LLM(zoo.model, enable_lora=True, num_kv_blocks=32, max_model_len=64, device="cuda")
+    lora = LoRARequest("a", zoo("down-7"))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    launches = {}
+    for name, chosen in (("adapter", lora), ("base", None)):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            llm.generate([[4]] * 8, params, chosen, progress=False)
+        launches[name] = [e.name for e in profiler.events() or () if is_lora_launch(e.name)]
+    assert launches["adapter"]
+    assert launches["base"] == []
