@@ -166,12 +166,18 @@ class WarmUp:
             runner.backend, runner.graphs = backend, graphs
 
     def _not_enough(self, cases: dict[tuple[GraphMode, int], CaseReport]) -> str:
-        done = sum(case.graphs for case in cases.values())
+        report = CaptureReport(tuple(cases.values()), self._pool_memory())
+        done, total = report.graphs, len(self._runner.dispatcher.keys)
+        needed = report.pool_memory + (report.memory - report.pool_memory) * total / max(1, done)
         return (
-            f"LLM: the memory was full after {done} of {len(self._runner.dispatcher.keys)} graphs; "
-            "lower gpu_memory_utilization, max_num_seqs, max_loras or capture_sizes, set "
-            "max_graph_memory (MiB) to serve with fewer graphs, or use graph='none'"
+            f"LLM: the memory was full after {done} of {total} graphs, which took "
+            f"{report.memory / MIB:.0f} MiB; all need about {max(needed, report.memory) / MIB:.0f} "
+            "MiB or more; lower gpu_memory_utilization, max_num_seqs, max_loras or capture_sizes, "
+            "set max_graph_memory (MiB) to serve with fewer graphs, or use graph='none'"
         )
+
+    def _pool_memory(self) -> int:
+        return 0 if self._runner.backend is None else self._runner.backend.pool_memory
 
     def compile_eager_steps(self) -> None:
         """Run one layer on every kind of step that can run without a graph.

@@ -15,6 +15,7 @@ import torch
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import GraphMode
 from minilora.config.errors import ConfigError
+from minilora.engine import startup
 from tests.conftest import SignatureZoo
 
 BACKENDS = ["recorded", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -129,6 +130,25 @@ def test_p3_counts_that_cannot_occur_are_not_captured(zoo: SignatureZoo, graph: 
     assert report.graphs == len(llm.runner.graphs)
     assert report.seconds > 0
     assert report.pool_memory > 0
+
+
+def test_p5_an_adapter_is_read_once(zoo: SignatureZoo, graph: str, monkeypatch: Any) -> None:
+    """vLLM 5564, SkyRL 1606: a flag on the request had the disk read at every step."""
+    reads: list[str] = []
+    plain = startup.load_adapter
+
+    def counted(name: str, *args: Any, **options: Any) -> Any:
+        reads.append(name)
+        return plain(name, *args, **options)
+
+    monkeypatch.setattr(startup, "load_adapter", counted)
+    llm = make(zoo.model, graph, enable_lora=True, max_loras=1)
+    loras = [LoRARequest(name, zoo(name)) for name in ("down-7", "down-9")]
+    for _ in range(2):  # one slot: each is swapped out and in again
+        assert answers(llm, [[4], [4]], loras, tokens=50) == [[7] * 50, [9] * 50]
+    assert sorted(reads) == ["down-7", "down-9"]
+    assert llm.scheduler.slots is not None
+    assert llm.scheduler.slots.num_swaps > 2
 
 
 def test_cuda_graphs_without_cuda_name_the_recorder(zoo: SignatureZoo) -> None:

@@ -14,6 +14,7 @@ import torch
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import GraphMode
 from minilora.config.errors import ConfigError
+from minilora.runner import ModelRunner
 from minilora.testing import make_tiny_llama
 from minilora.testing.parity import PATHS, available_paths, run_parity
 from minilora.testing.poison import POISON, poisoned
@@ -201,6 +202,20 @@ def test_max_graph_memory_drops_graphs_and_says_so(
     outputs = [llm.generate(prompts, params, loras, progress=False) for llm in (want, none)]
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
     assert none.runner.num_steps[GraphMode.NONE] == sum(none.runner.num_steps.values())
+
+
+def test_memory_that_ends_while_graphs_are_captured(tiny: Tiny, monkeypatch: Any) -> None:
+    plain = ModelRunner.capture
+
+    def full_after_three(self: ModelRunner, *args: Any) -> None:
+        if len(self.graphs) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        plain(self, *args)
+
+    monkeypatch.setattr(ModelRunner, "capture", full_after_three)
+    reason = r"full after 3 of \d+ graphs.*need about \d+ MiB.*lower.*max_graph_memory.*'none'"
+    with pytest.raises(ConfigError, match=reason):
+        tiny.factory()(**PATHS["recorded both"])
 
 
 def test_warm_up_leaves_no_trace(tiny: Tiny) -> None:

@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 HEADS = [(1, 32), (4, 8), (8, 1), (2, 3), (7, 4)]  # query heads of a KV head, and KV heads
-BATCHES = [[4096], [0, 1, 5000, 16], MIXED * 6, [700] * 64, [33000, 0, 7]]
+BATCHES = [(4096,), (0, 1, 5000, 16), tuple(MIXED * 6), (700,) * 64, (33000, 0, 7)]
 WIDTHS, BLOCK_SIZES, SPLITS = [64, 80, 128, 256], [1, 16, 24], [None, 1, 7, 64]
 
 

@@ -137,7 +137,7 @@ def test_p4_nothing_is_compiled_after_warm_up() -> None:
         case.run()
 
     case = Case([0], 512, (96,), dtype=torch.bfloat16)
-    for rows in launch.rows_to_warm_up(700, 4, case.lora_a, case.lora_b):
+    for rows in launch.rows_to_warm_up(700, 4, case.a, case.b):
         step(rows)
     before = compiled()
     for rows in (*range(1, 70), 127, 128, 129, 255, 256, 257, 512, 513, 700):

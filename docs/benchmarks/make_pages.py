@@ -1,105 +1,38 @@
-"""Make `kernels.md` from `h200-kernels.json`: ``python docs/benchmarks/make_pages.py``.
+"""Make the benchmark pages from the results beside them: ``python docs/benchmarks/make_pages.py``.
 
-With ``--check`` it writes nothing and fails if the page is not what the JSON says.
+With ``--check`` it writes nothing and fails if a page is not what its JSON says.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import graphs_page
+import kernels_page
+
 FOLDER = Path(__file__).parent
-PAGE = FOLDER / "kernels.md"
-GROUPS = ("qkv", "o", "gate_up", "down")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table; an empty cell is a dash."""
-    lines = [head, ["---"] * len(head), *rows]
-    cells = [["-" if cell is None else str(cell) for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
-def decode(rows: Sequence[dict[str, Any]]) -> str:
-    """One layer's LoRA in a decode step."""
-    keys = ("rows", "adapters", *GROUPS, "layer", "at_most", "best_peer", "atomic")
-    head = ("M", "n", *GROUPS, "one layer", "target", "best peer", "with atomic adds")
-    return table(head, [[row.get(key) for key in keys] for row in rows])
-
-
-def ratios(pairs: dict[str, dict[str, Any]]) -> str:
-    """What idle slots, unused rank and a large rank cost."""
-    rows = []
-    for name, found in pairs.items():
-        one, other, again, other_again = found["us"]
-        rows.append([name, f"{one}, {again}", f"{other}, {other_again}", found["ratio"]])
-    return table(("what, over what", "first, µs", "second, µs", "ratio"), rows)
-
-
-def prefill(rows: Sequence[dict[str, Any]]) -> str:
-    """Long batches, beside two ways of plain PyTorch."""
-    body = []
-    for row in rows:
-        best = min(row["gather_einsum"], row["adapter_loop"])
-        faster = f"{best / row['ours']:.1f} x"
-        cells = [row[key] for key in ("group", "ours", "shrink", "gather_einsum", "adapter_loop")]
-        body.append([*cells, faster])
-    head = ("group", "ours", "of it shrink", "gather + einsum", "loop over adapters", "faster by")
-    return table(head, body)
-
-
-def page(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"""# The kernels, measured
-
-<!-- Made by docs/benchmarks/make_pages.py from h200-kernels.json; edit those. -->
-
-Machine: {data["machine"]}. Date: {data["date"]}.
-Command: `{data["command"]}`.
-Unit: {data["unit"]}. What limits each number is on [the page of the kernels](../kernels.md).
-
-## Decode: shrink + expand of one layer
-
-µs of the four launches of each kind, for M rows and n adapters. "Target" is what we set
-ourselves. "Best peer" is the fastest of vLLM 0.33 and SGLang 0.5.23 (its `triton_v2` kernels),
-timed once in the same way on the same kind of machine on the same day; those runs are not part of
-this repository, so the command does not make that column again. "With
-atomic adds" is the classical variant (`ops/triton/shrink_atomic.py`): one launch a slice, its
-buffer cleared inside the op.
-
-<!-- --8<-- [start:decode] -->
-
-{decode(data["decode"])}
-
-<!-- --8<-- [end:decode] -->
-
-## What idle slots and unused ranks cost
-
-µs of one layer with one adapter, each pair measured in turn, twice.
-
-{ratios(data["ratios"])}
-
-## Prefill: {next(key for key in data if key.startswith("prefill")).removeprefix("prefill ")}
-
-µs a group. Both ways of plain PyTorch run in a CUDA graph too (with two sets of weights).
-
-{prefill(next(value for key, value in data.items() if key.startswith("prefill")))}
-"""
+PAGES: Mapping[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    "kernels.md": ("h200-kernels.json", kernels_page.page),
+    "graphs.md": ("h200-graphs.json", graphs_page.page),
+}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page, or compare it."""
-    text = page(json.loads((FOLDER / "h200-kernels.json").read_text(encoding="utf-8")))
-    if "--check" not in argv:
-        PAGE.write_text(text, encoding="utf-8")
-        return 0
-    same = PAGE.is_file() and PAGE.read_text(encoding="utf-8") == text
-    if not same:
-        print(f"{PAGE.name} is not what the JSON says; run python docs/benchmarks/make_pages.py")
-    return int(not same)
+    """Write the pages, or compare them."""
+    wrong = 0
+    for name, (results, page) in PAGES.items():
+        text = page(json.loads((FOLDER / results).read_text(encoding="utf-8")))
+        file = FOLDER / name
+        if "--check" not in argv:
+            file.write_text(text, encoding="utf-8")
+        elif not file.is_file() or file.read_text(encoding="utf-8") != text:
+            print(f"{name} is not what {results} says; run python docs/benchmarks/make_pages.py")
+            wrong += 1
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

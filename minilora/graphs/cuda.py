@@ -9,6 +9,7 @@ CUDA memory in the middle of a capture.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -46,6 +47,10 @@ class CudaBackend(GraphBackend):
 
     def __init__(self, static: Static, device: torch.device | str = "cuda") -> None:
         super().__init__(static)
+        # A profiler that is torn down and started again can crash the process where there are
+        # graphs (kineto pull 748, PyTorch pull 112507); these keep it in place.
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()

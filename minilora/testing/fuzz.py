@@ -66,6 +66,8 @@ class _Fuzz:
                 self._arrive()
         while self._llm.has_unfinished_requests():
             self._step()
+        for name in self._loaded:
+            self._llm.unload_adapter(name)
         return self._report
 
     def _arrive(self) -> None:

@@ -9,6 +9,7 @@ Random weights in the shape of Llama-2-7B, bf16, 64 requests at most, four adapt
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import platform
@@ -29,8 +30,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import NO_LORA, Batch, BatchRow
 from minilora.config.capture_sizes import default_sizes
+from minilora.engine.make_runner import make_runner
+from minilora.lora.layers import LayerOptions
+from minilora.runner import ModelRunner
 from minilora.testing.shapes import make_shape, make_shape_adapter
-from minilora.warmup import MIB
+from minilora.warmup import MIB, WarmUp
 
 CASES: dict[str, dict[str, bool]] = {
     "no LoRA": {"enable_lora": False},
@@ -107,25 +111,37 @@ def replay_times(runs: list[Callable[[], Any]], rounds: int) -> list[list[float]
     return times
 
 
-def replayer(llm: LLM, batch: Batch) -> Callable[[], Any]:
-    key, step = llm.runner.prepare(batch)
-    return lambda: llm.runner.replay(key, step)
+def replayer(runner: ModelRunner, batch: Batch) -> Callable[[], Any]:
+    key, step = runner.prepare(batch)
+    return lambda: runner.replay(key, step)
 
 
-def idle(model: Path, off: LLM, on: LLM) -> dict[str, Any]:
-    """The decode step of an engine with adapters but none in the batch, over one without."""
+def idle(off: LLM, on: LLM) -> dict[str, Any]:
+    """The decode step of an engine with adapters but none in the batch, over one without.
+
+    Once with the weights of both in the same memory, and once as two engines: equal launches over
+    weights in other places differ by some tenths of a percent.
+    """
     found = {}
-    for rows in (1, 8, 32):
-        batch = decode_batch(rows, 0)
-        a, b, c, d = replay_times(
-            [replayer(off, batch), replayer(on, batch), replayer(off, batch), replayer(on, batch)],
-            200,
-        )
-        medians = [statistics.median(times) for times in (a, b, c, d)]
-        ratio = (medians[1] + medians[3]) / (medians[0] + medians[2])
-        found[f"{rows} rows"] = {"us": medians, "ratio": round(ratio, 5)}
-        print("idle", rows, found[f"{rows} rows"], flush=True)
+    for name, other in (("same weights", without_lora(on)), ("two engines", off.runner)):
+        for rows in (1, 8, 32):
+            batch = decode_batch(rows, 0)
+            pair = [replayer(other, batch), replayer(on.runner, batch)]
+            medians = [round(statistics.median(t), 1) for t in replay_times(pair * 2, 200)]
+            ratio = (medians[1] + medians[3]) / (medians[0] + medians[2])
+            found[f"{rows} rows, {name}"] = {"us": medians, "ratio": round(ratio, 5)}
+            print("idle", found, flush=True)
     return found
+
+
+def without_lora(llm: LLM) -> ModelRunner:
+    """Return a runner of an engine without LoRA on the weights and KV cache of one with it."""
+    config = dataclasses.replace(llm.config, enable_lora=False)
+    weight = llm.runner.model.embed_tokens.weight
+    options = LayerOptions(weight.dtype, weight.device)
+    runner = make_runner(config, llm.runner.model, llm.kv_cache, llm.max_model_len, options)
+    WarmUp(runner, max_num_seqs=64, max_model_len=llm.max_model_len).run()
+    return runner
 
 
 def active(off: LLM, on: LLM) -> dict[str, Any]:
@@ -134,8 +150,8 @@ def active(off: LLM, on: LLM) -> dict[str, Any]:
     for rows in (1, 8, 32):
         for adapters in (1, 2, 4):
             if adapters <= rows:
-                runs = [replayer(off, decode_batch(rows, 0))]
-                runs.append(replayer(on, decode_batch(rows, adapters)))
+                runs = [replayer(off.runner, decode_batch(rows, 0))]
+                runs.append(replayer(on.runner, decode_batch(rows, adapters)))
                 a, b = (statistics.median(times) for times in replay_times(runs, 100))
                 found[f"{rows} rows, {adapters} adapters"] = [
                     round(a, 1),
@@ -188,7 +204,7 @@ def maxima(folder: Path) -> dict[str, Any]:
         llm.generate([[1, 2]], SamplingParams(max_tokens=1), adapter, progress=False)
     found = {}
     for rows in (1, 8):
-        runs = [replayer(llm, decode_batch(rows, 1)) for llm in llms]
+        runs = [replayer(llm.runner, decode_batch(rows, 1)) for llm in llms]
         medians = [statistics.median(times) for times in replay_times(runs, 200)]
         for (loras, rank), median in zip(sizes, medians, strict=True):
             ratio = round(median / medians[0], 3)
@@ -244,7 +260,7 @@ def main() -> None:
         start = time.perf_counter()
         on = LLM(model, **COMMON, capture_sizes=sizes, enable_lora=True)
         results["start_on_s"] = round(time.perf_counter() - start, 1)
-        results["idle"] = idle(model, off, on)
+        results["idle"] = idle(off, on)
         loras = [
             LoRARequest(f"a{i}", make_shape_adapter(folder / f"a{i}", model, seed=i))
             for i in range(4)
