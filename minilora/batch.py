@@ -183,8 +183,8 @@ class StepBuffers:
     ) -> None:
         self.block_size, self.max_blocks = block_size, max_blocks
         sizes = {
+            "positions": max_num_tokens,  # first: see `minilora.model.fused.rotate`
             "input_ids": max_num_tokens,
-            "positions": max_num_tokens,
             "slot_mapping": max_num_tokens,
             "block_tables": max_num_seqs * max_blocks,
             "context_lens": max_num_seqs,

@@ -182,11 +182,10 @@ class WarmUp:
     def compile_eager_steps(self) -> None:
         """Run one layer on every kind of step that can run without a graph.
 
-        Triton compiles a kernel when it is first launched, which takes most of a second. Where
-        nothing is compiled there is nothing to do.
+        Triton compiles a kernel when it is first launched, which takes most of a second, and
+        torch.compile takes longer. Where nothing is compiled there is nothing to do.
         """
-        buffers = self._runner.buffers
-        if buffers.packed.tensor.device.type != "cuda":
+        if not (self._on_cuda or self._runner.model.compiled):
             return
         for count in self._runner.dispatcher.eager_counts:
             for rows in self._eager_rows(count):
@@ -195,6 +194,10 @@ class WarmUp:
                 if uniform and rows > 1:
                     self._run_one_layer(BatchDescriptor(rows, count, False))
         self._run_one_layer(BatchDescriptor(1, 0, True), longest=True)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._runner.buffers.packed.tensor.is_cuda
 
     def _run_one_layer(self, descriptor: BatchDescriptor, longest: bool = False) -> None:
         """Run one layer on a dummy batch; `longest`: as if the contexts could be the longest."""
@@ -210,7 +213,7 @@ class WarmUp:
         tokens = self._runner.buffers.meta.max_tokens
         most = min(tokens, self._max_num_seqs * self._max_model_len)
         rows = {1, 2, most}
-        if count:
+        if count and self._on_cuda:
             layers = {layer.shape_key: layer for layer in self._runner.model.lora_layers()}
             for layer in layers.values():
                 rows.update(layer.rows_to_warm_up(most, count))

@@ -63,6 +63,9 @@ class EngineConfig:
         capture_sizes: numbers of rows to capture graphs for, ascending. None takes 1, 2, 4, then
             steps of 8 to 256, then of 16, up to `max_num_seqs` rows (FULL) and at most 512
             (PIECEWISE).
+        compile: "inductor" fuses norms, rotary embedding, residuals and activations with
+            `torch.compile`, "none" runs them one by one; "auto" is "inductor" on CUDA (unless
+            graphs are recorded, which needs plain calls) and "none" elsewhere.
         max_graph_memory: MiB that all graphs may take; the least useful ones are left out, and
             their steps take larger ones or run without. None means no bound.
         load_format: "auto" reads the checkpoint's safetensors; "dummy" makes random weights and
@@ -96,6 +99,7 @@ class EngineConfig:
     graph: str = "auto"
     graph_mode: str = "full_and_piecewise"
     capture_sizes: Sequence[int] | None = None
+    compile: str = "auto"
     max_graph_memory: int | None = None
     load_format: str = "auto"
     dtype: str = "auto"
@@ -121,6 +125,7 @@ class EngineConfig:
         check_choice(_WHERE, "load_format", self.load_format, ("auto", "dummy"))
         check_choice(_WHERE, "graph", self.graph, GRAPHS)
         check_choice(_WHERE, "graph_mode", self.graph_mode, GRAPH_MODES)
+        check_choice(_WHERE, "compile", self.compile, ("auto", "inductor", "none"))
         check_number(_WHERE, "gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         if self.adapter_root is not None:
             object.__setattr__(
@@ -142,6 +147,11 @@ class EngineConfig:
             raise ConfigError(
                 f"{_WHERE}max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
                 f"max_num_seqs={self.max_num_seqs}, so that every request can add one token a step"
+            )
+        if self.compile == "inductor" and self.graph == "recorded":
+            raise ConfigError(
+                f"{_WHERE}compile='inductor' does not go with graph='recorded': under a recorder "
+                "compiled functions run uncompiled; use compile='none', or another graph"
             )
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(

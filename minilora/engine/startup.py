@@ -22,6 +22,7 @@ from minilora.lora.slots import AdapterSlots
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
 from minilora.model.weights import check_weights, fill_weights, load_weights
+from minilora.ops.triton import HAS_TRITON
 from minilora.runner import ModelRunner
 from minilora.warmup import MIB, CaptureReport, WarmUp
 
@@ -65,7 +66,7 @@ def build(config: EngineConfig) -> System:
     longest = min(longest_context(config, model_config), most * config.block_size)
     max_loras = config.max_loras if config.enable_lora else 0
     options = LayerOptions(dtype, device, max_loras, config.max_lora_rank if max_loras else 0)
-    model = Llama(model_config, longest, options)
+    model = Llama(model_config, longest, options, compiled=_compiled(config, device))
     if config.load_format == "dummy":
         fill_weights(model, config.seed)
     else:
@@ -125,6 +126,12 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"LLM: device={name!r}, but torch finds no CUDA device; use 'cpu'")
     return device
+
+
+def _compiled(config: EngineConfig, device: torch.device) -> bool:
+    if config.compile == "auto":
+        return device.type == "cuda" and HAS_TRITON and config.graph != "recorded"
+    return config.compile == "inductor"
 
 
 def _dtype(asked: str, of_checkpoint: str, device: torch.device) -> torch.dtype:

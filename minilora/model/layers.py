@@ -10,29 +10,40 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.functional import silu
 
 from minilora.batch import StepContext
 from minilora.config.model import ModelConfig
 from minilora.config.rope import RopeConfig
 from minilora.graphs.piecewise import outside_graph
 from minilora.lora.layers import LayerOptions, LoraLinear, LoraMergedLinear
+from minilora.model.fused import Fused
 from minilora.ops.attention import decode_attention, prefill_attention, store_kv
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv:1910.07467), computed in float32."""
+    """Root mean square norm behind a residual."""
 
-    def __init__(self, name: str, width: int, eps: float, o: LayerOptions) -> None:
+    def __init__(self, name: str, width: int, eps: float, fused: Fused, o: LayerOptions) -> None:
         super().__init__()
-        self.name, self.eps = name, eps
+        self.name, self.eps, self._fused = name, eps, fused
         self.weight = o.empty(width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each row of ``[T, H]``."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return wide.to(x.dtype) * self.weight
+    def forward(
+        self, delta: torch.Tensor | None, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a layer's output to the residual stream and normalise that.
+
+        Args:
+            delta: ``[T, H]``, or None in front of the first layer.
+            x: ``[T, H]``, the residual stream.
+
+        Returns:
+            The normalised rows and the new residual stream.
+        """
+        if delta is None:
+            return self._fused.rms_norm(x, self.weight, self.eps), x
+        normed, x = self._fused.add_rms_norm(x, delta, self.weight, self.eps)
+        return normed, x
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the one tensor of a checkpoint."""
@@ -42,18 +53,21 @@ class RMSNorm(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (arXiv:2104.09864): a table of cosines and sines."""
 
-    def __init__(self, rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> None:
+    def __init__(
+        self, rope: RopeConfig, head_dim: int, length: int, fused: Fused, device: torch.device
+    ) -> None:
         super().__init__()
+        self._fused = fused
         positions = torch.arange(length, dtype=torch.float32)
         angles = torch.outer(positions, rope_frequencies(rope, head_dim))  # [length, D/2]
         self.cos, self.sin = angles.cos().to(device), angles.sin().to(device)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotate the two halves of each head of ``[T, heads, D]``, in float32."""
-        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # [T, 1, D/2]
-        first, second = x.float().chunk(2, dim=-1)
-        rotated = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+    def forward(
+        self, qkv: torch.Tensor, positions: torch.Tensor, heads: int, kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of ``[T, Hq + 2 Hkv, D]``, rotated."""
+        q, k = self._fused.rotate(qkv, positions, self.cos, self.sin, heads, kv_heads)
+        return q, k
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -94,8 +108,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """``[T, H] -> [T, H]``; writes the new keys and values first."""
         qkv = self.qkv_proj(x, step).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
-        q, k, v = torch.split(qkv, [w // self.head_dim for w in self.widths], dim=1)
-        q, k = self.rope(q, step.positions), self.rope(k, step.positions)
+        heads, kv_heads, _ = (width // self.head_dim for width in self.widths)
+        q, k = self.rope(qkv, step.positions, heads, kv_heads)
+        v = qkv[:, heads + kv_heads :]
         store_kv(k, v, self.k_cache, self.v_cache, step.slot_mapping)
         attended = outside_graph(self._attend, q, step)  # [T, Hq, D]
         return self.o_proj(attended.flatten(1), step)  # type: ignore[no-any-return]
@@ -118,8 +133,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU feed-forward (arXiv:2002.05202)."""
 
-    def __init__(self, prefix: str, config: ModelConfig, o: LayerOptions) -> None:
+    def __init__(self, prefix: str, config: ModelConfig, fused: Fused, o: LayerOptions) -> None:
         super().__init__()
+        self._fused = fused
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
         self.gate_up_proj = LoraMergedLinear(names, hidden, [inner, inner], bias, o)
@@ -127,5 +143,5 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
         """``[T, H] -> [T, H]``."""
-        gate, up = self.gate_up_proj(x, step).chunk(2, dim=-1)
-        return self.down_proj(silu(gate) * up, step)  # type: ignore[no-any-return]
+        inner = self._fused.silu_and_mul(self.gate_up_proj(x, step))
+        return self.down_proj(inner, step)  # type: ignore[no-any-return]

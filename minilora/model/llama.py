@@ -16,25 +16,40 @@ from minilora.lora.layers import (
     LoraLmHead,
     LoraMergedLinear,
 )
+from minilora.model.fused import Fused
 from minilora.model.layers import MLP, Attention, RMSNorm, RotaryEmbedding
 
 
 class LlamaLayer(nn.Module):
     """One decoder layer: attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, index: int, config: ModelConfig, rope: RotaryEmbedding, o: LayerOptions):
+    def __init__(
+        self,
+        index: int,
+        config: ModelConfig,
+        rope: RotaryEmbedding,
+        fused: Fused,
+        o: LayerOptions,
+    ) -> None:
         super().__init__()
         prefix = f"model.layers.{index}"
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", hidden, eps, o)
+        self.input_norm = RMSNorm(f"{prefix}.input_layernorm", hidden, eps, fused, o)
         self.attention = Attention(f"{prefix}.self_attn", config, rope, o)
-        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", hidden, eps, o)
-        self.mlp = MLP(f"{prefix}.mlp", config, o)
+        self.post_norm = RMSNorm(f"{prefix}.post_attention_layernorm", hidden, eps, fused, o)
+        self.mlp = MLP(f"{prefix}.mlp", config, fused, o)
 
-    def forward(self, x: torch.Tensor, step: StepContext) -> torch.Tensor:
-        """``[T, H] -> [T, H]``."""
-        x = x + self.attention(self.input_norm(x), step)
-        return x + self.mlp(self.post_norm(x), step)  # type: ignore[no-any-return]
+    def forward(
+        self, delta: torch.Tensor | None, x: torch.Tensor, step: StepContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take the output of the layer before, not added yet, and the residual stream ``[T, H]``.
+
+        Returns:
+            The same of this layer: the next norm adds it.
+        """
+        normed, x = self.input_norm(delta, x)
+        normed, x = self.post_norm(self.attention(normed, step), x)
+        return self.mlp(normed, step), x
 
 
 class Llama(nn.Module):
@@ -46,18 +61,26 @@ class Llama(nn.Module):
         config: the model's sizes and switches.
         max_model_len: positions that the rotary table covers.
         options: dtype, device and adapter slots of every layer.
+        compiled: fuse what lies between the ops with `torch.compile`, see `Fused`.
     """
 
-    def __init__(self, config: ModelConfig, max_model_len: int, options: LayerOptions) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_model_len: int,
+        options: LayerOptions,
+        compiled: bool = False,
+    ) -> None:
         super().__init__()
-        self.config = config
-        rope = RotaryEmbedding(config.rope, config.head_dim, max_model_len, options.device)
+        self.config, self.compiled, fused = config, compiled, Fused(compiled)
+        rope = RotaryEmbedding(config.rope, config.head_dim, max_model_len, fused, options.device)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed_tokens = LoraEmbedding("model.embed_tokens", vocab, hidden, options)
         self.layers = nn.ModuleList(
-            LlamaLayer(index, config, rope, options) for index in range(config.num_hidden_layers)
+            LlamaLayer(index, config, rope, fused, options)
+            for index in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, options)
+        self.norm = RMSNorm("model.norm", hidden, config.rms_norm_eps, fused, options)
         tied = self.embed_tokens.weight if config.tie_word_embeddings else None
         self.lm_head = LoraLmHead("lm_head", hidden, vocab, options, tied)
 
@@ -68,10 +91,11 @@ class Llama(nn.Module):
             step: the step to compute.
             depth: run only the first layers; enough for warming up, as all are of one shape.
         """
-        x = self.embed_tokens(step)
+        delta, x = None, self.embed_tokens(step)
         for layer in self.layers[:depth]:
-            x = layer(x, step)
-        return self.norm(x)  # type: ignore[no-any-return]
+            delta, x = layer(delta, x, step)
+        normed, _ = self.norm(delta, x)
+        return normed  # type: ignore[no-any-return]
 
     def logits(self, hidden: torch.Tensor, step: StepContext) -> torch.Tensor:
         """Return float32 logits: ``[T, vocab]`` in a FULL step, else ``[N, vocab]`` of the N rows

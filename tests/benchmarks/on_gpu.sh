@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Everything that only a GPU can show, from the root of the repository: the tests, 100,000 steps of
+# random traffic and the sanitizer side by side, then the measurements alone.
+# Usage: bash tests/benchmarks/on_gpu.sh [FOLDER]   (results and logs go to FOLDER)
+set -uo pipefail
+out=${1:-gpu-results}
+mkdir -p "$out"
+export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+
+for seed in 1 2 3 4; do
+  python3 tests/benchmarks/fuzz_graphs.py 25000 "${seed}0000000" >"$out/fuzz$seed.log" 2>&1 &
+done
+for tool in memcheck racecheck; do
+  for script in graphs kernels; do
+    timeout 280 compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=cudnn \
+      --error-exitcode 9 python3 "tests/benchmarks/sanitize_$script.py" \
+      >"$out/$tool-$script.log" 2>&1
+    echo "$tool $script: exit code $?" >>"$out/sanitizer.log"
+  done
+done &
+python3 -m pytest -q -n 8 -p no:cacheprovider --ignore tests/test_smollm2.py \
+  --deselect tests/test_graph_fuzz.py::test_no_wrong_token tests >"$out/tests.log" 2>&1
+tail -n 30 "$out/tests.log"
+wait
+cat "$out/sanitizer.log"
+tail -qn 1 "$out"/fuzz*.log
+python3 tests/benchmarks/bench_graphs.py --out "$out/h200-graphs.json"
