@@ -19,6 +19,7 @@ ROWS = [
     ["runner", "warmup"],
     ["engine"],
     ["testing"],
+    ["bench"],
     ["fetch", "gguf_folder", "gguf_tokenizer"],
     ["cli", "__main__"],
 ]

@@ -1,4 +1,7 @@
-"""``minilora bench kernels``: time the LoRA ops on this machine, beside other ways to do it."""
+"""``minilora bench kernels``: time the LoRA ops on this machine, beside other ways to do it.
+
+The other measurements of ``minilora bench`` are in `bench_engine.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minilora.cli import bench_engine
 from minilora.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +43,7 @@ def add_to(commands: Any) -> None:
     )
     _add_flags(parser)
     parser.set_defaults(run=run)
+    bench_engine.add_to(kinds)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,1 @@
+"""Measurements of a whole engine: latency, throughput, serving, and what adapters cost."""
