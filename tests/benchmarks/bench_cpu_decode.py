@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minilora.batch import Batch, BatchRow, StepBuffers
 from minilora.config.model import ModelConfig
+from minilora.graphs.dispatcher import GraphDispatcher
 from minilora.lora.layers import LayerOptions, LoraEmbedding, LoraLmHead
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
@@ -44,11 +45,11 @@ ROWS, ADAPTERS = 8, 4
 
 
 @torch.no_grad()
-def make_runner(rank: int = 8, slots: int = 4, **shape: Any) -> ModelRunner:
+def make_runner(rank: int = 8, slots: int = 4, compiled: bool = False, **shape: Any) -> ModelRunner:
     """A random model with every slot of every projection filled."""
     config = ModelConfig.from_dict(TinyLlama(**{**SMOLLM2, **shape}).config())
     options = LayerOptions(torch.float32, torch.device("cpu"), slots, rank)
-    model = Llama(config, 2 * CONTEXT, options)
+    model = Llama(config, 2 * CONTEXT, options, compiled)
     gen = torch.Generator().manual_seed(0)
     for _, weight in model.checkpoint_tensors():
         weight.normal_(0, weight.shape[-1] ** -0.5, generator=gen)
@@ -67,7 +68,10 @@ def make_runner(rank: int = 8, slots: int = 4, **shape: Any) -> ModelRunner:
         max_loras=slots,
         device="cpu",
     )
-    return ModelRunner(model, buffers, max_loras=slots)
+    dispatcher = GraphDispatcher(
+        graph_mode="none", max_num_seqs=8, max_num_batched_tokens=64, max_loras=slots
+    )
+    return ModelRunner(model, buffers, dispatcher)
 
 
 def decode_batch(slots: Sequence[int], context: int = CONTEXT) -> Batch:
@@ -87,22 +91,67 @@ def milliseconds(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def in_pairs(
+    one: Callable[[], object], other: Callable[[], object], pairs: int
+) -> dict[str, float]:
+    """Time two calls in turn; the ratio is of the second over the first."""
+    for _ in range(3):
+        one()
+        other()
+    times = [(milliseconds(one), milliseconds(other)) for _ in range(pairs)]
+    least = min(a for a, _ in times), min(b for _, b in times)
+    return {
+        "first_ms": round(least[0], 2),
+        "second_ms": round(least[1], 2),
+        "ratio": round(statistics.median(b / a for a, b in times), 3),
+        "ratio_of_least": round(least[1] / least[0], 3),
+    }
+
+
 def compare(runner: ModelRunner, slots: Sequence[int], pairs: int) -> dict[str, float]:
     """Time steps with base rows and with these slots in turn."""
     base, lora = decode_batch(workload("none", ROWS, ADAPTERS)), decode_batch(slots)
-    for _ in range(3):
-        runner.execute(base)
-        runner.execute(lora)
-    times = [
-        (milliseconds(lambda: runner.execute(base)), milliseconds(lambda: runner.execute(lora)))
-        for _ in range(pairs)
-    ]
-    return {
-        "base_ms": round(min(one for one, _ in times), 2),
-        "lora_ms": round(min(other for _, other in times), 2),
-        "ratio": round(statistics.median(other / one for one, other in times), 3),
-        "ratio_of_least": round(min(o for _, o in times) / min(b for b, _ in times), 3),
-    }
+    return in_pairs(lambda: runner.execute(base), lambda: runner.execute(lora), pairs)
+
+
+def transformers_step(adapters: int, rank: int) -> Callable[[], object]:
+    """The same decode step by transformers, with PEFT's mixed batch if there are adapters."""
+    import transformers
+
+    config = transformers.LlamaConfig(**SMOLLM2, max_position_embeddings=2 * CONTEXT)
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    names: dict[str, Any] = {}
+    if adapters:
+        import peft
+
+        kinds = [peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)]
+        model = peft.get_peft_model(model, kinds[0], "a0").eval()
+        for i in range(1, adapters):
+            model.add_adapter(f"a{i}", kinds[0])
+        names = {"adapter_names": [f"a{row % adapters}" for row in range(ROWS)]}
+    ids = torch.ones(ROWS, CONTEXT - 1, dtype=torch.long)
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, use_cache=True, **names)
+
+    @torch.no_grad()
+    def step() -> object:
+        out = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True, **names)
+        cache.crop(-1)  # the new token leaves again
+        return out
+
+    return step
+
+
+def against_transformers(runner: ModelRunner, rank: int, pairs: int) -> None:
+    """Print our step over transformers', without adapters, and over PEFT's with four."""
+    for adapters in (0, ADAPTERS):
+        name = "distinct" if adapters else "none"
+        batch = decode_batch(workload(name, ROWS, ADAPTERS))
+        theirs = transformers_step(adapters, rank)
+        times = in_pairs(theirs, lambda batch=batch: runner.execute(batch), pairs)  # type: ignore[misc]
+        who = "transformers + PEFT" if adapters else "transformers"
+        print(json.dumps({"ours_over": who, "adapters": adapters, **times}), flush=True)
 
 
 def main() -> None:
@@ -111,9 +160,14 @@ def main() -> None:
     parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["distinct", "skewed"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--transformers", action="store_true", help="compare with transformers")
+    parser.add_argument("--compile", action="store_true", help="our step with torch.compile")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    runner = make_runner(args.rank)
+    runner = make_runner(args.rank, compiled=args.compile)
+    if args.transformers:
+        against_transformers(runner, args.rank, args.pairs)
+        return
     for name in args.workload:
         times = compare(runner, workload(name, ROWS, ADAPTERS), args.pairs)
         print(json.dumps({"workload": name, "threads": args.threads, **times}), flush=True)
