@@ -110,6 +110,8 @@ class WarmUp:
             return CaptureReport()
         dropped = () if max_memory is None else self._drop_beyond(max_memory)
         cases = self._capture_all(progress)
+        if self._on_cuda:  # what eager gaps took on the capture's stream is of no use on ours
+            torch.cuda.empty_cache()
         return CaptureReport(tuple(cases.values()), runner.backend.pool_memory, dropped)
 
     def _capture_all(self, progress: bool) -> dict[tuple[GraphMode, int], CaseReport]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from minilora.engine import startup
 from minilora.testing import (
     make_signature_adapter,
     make_signature_llama,
     make_tiny_adapter,
     make_tiny_llama,
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def uncompiled() -> Iterator[None]:
+    """Take compile="auto" for "none" on CUDA too: to compile tiny models of every shape takes
+    longer than all tests. `test_compile.py` and `test_paths.py` ask for it by name.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "compiled", lambda config, _: config.compile == "inductor")
+        yield
+
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

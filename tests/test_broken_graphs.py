@@ -448,6 +448,12 @@ def test_empty_instead_of_zeros(tensors: Any) -> None:
     assert kinds_in(fn, t) == {FaultKind.UNWRITTEN_MEMORY}
 
 
+def test_a_function_that_is_nan_both_ways(tensors: Any) -> None:
+    """Eager and replay are the same bits, and both are wrong."""
+    t = tensors
+    assert kinds_in(lambda: t.x @ t.a * torch.nan, t) == {FaultKind.UNWRITTEN_MEMORY}
+
+
 def test_a_number_taken_at_capture(tensors: Any) -> None:
     t = tensors
     rows = {"count": 1}

@@ -14,6 +14,7 @@ import torch
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import GraphMode
 from minilora.config.errors import ConfigError
+from minilora.model.fused import num_compilations
 from minilora.runner import ModelRunner
 from minilora.testing import make_tiny_llama
 from minilora.testing.parity import PATHS, available_paths, run_parity
@@ -106,6 +107,21 @@ def test_parity_of_other_options(tiny: Tiny, path: str, changes: dict[str, Any])
 def test_parity_without_lora(tiny: Tiny, path: str) -> None:
     make = tiny.factory(enable_lora=False)
     check(make, path, ["none", "long"], {})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", [name for name in PATHS if "CUDA" in name])
+def test_parity_of_compiled_graphs(tiny: Tiny, path: str) -> None:
+    """As users run it: compile="auto" is "inductor" on CUDA."""
+    before = num_compilations()
+    make = tiny.factory(compile="inductor")
+    llm = make(**PATHS[path])
+    assert num_compilations() > before
+    compiled = num_compilations()
+    report = run_parity(llm, workloads=[*QUICK, "long"], adapters=tiny.adapters)
+    report.assert_ok()
+    assert num_compilations() == compiled, "none while serving"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -66,7 +66,7 @@ def build(config: EngineConfig) -> System:
     longest = min(longest_context(config, model_config), most * config.block_size)
     max_loras = config.max_loras if config.enable_lora else 0
     options = LayerOptions(dtype, device, max_loras, config.max_lora_rank if max_loras else 0)
-    model = Llama(model_config, longest, options, compiled=_compiled(config, device))
+    model = Llama(model_config, longest, options, compiled=compiled(config, device))
     if config.load_format == "dummy":
         fill_weights(model, config.seed)
     else:
@@ -128,7 +128,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _compiled(config: EngineConfig, device: torch.device) -> bool:
+def compiled(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether the options ask for `torch.compile` on this device."""
     if config.compile == "auto":
         return device.type == "cuda" and HAS_TRITON and config.graph != "recorded"
     return config.compile == "inductor"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-_COMPILATIONS = 64  # of one function, over all engines of a process: dtypes and widths differ
+_COMPILATIONS = 1024  # of one function, over all engines of a process: dtypes and widths differ
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -99,9 +99,9 @@ def _compiled(fn: Callable[..., Any], rows: int) -> Callable[..., Any]:
     """Compile a function whose first `rows` arguments have a row for each token."""
     import torch._dynamo as dynamo
 
-    # Beyond its limit dynamo would go on uncompiled, without a word.
-    limit = dynamo.config.recompile_limit
-    dynamo.config.recompile_limit = max(limit, _COMPILATIONS)
+    # Beyond its limits dynamo gives up.
+    for limit in ("recompile_limit", "accumulated_recompile_limit"):
+        setattr(dynamo.config, limit, max(getattr(dynamo.config, limit), _COMPILATIONS))
     run = torch.compile(fn, fullgraph=True)
 
     def call(*args: Any) -> Any:

@@ -94,6 +94,9 @@ class _ReplayCheck:
             buffer.copy_(values[name])
         before = {name: tensor.clone() for name, tensor in self._fixed.items()}
         eager, after_eager = self._run(self._fn, before)
+        if _has_nan(eager) and not _has_nan(list(before.values())):
+            self._found(FaultKind.UNWRITTEN_MEMORY, "the function itself returns NaN")
+            return
         if self._captured is None:
             self._capture(before)
         if self._captured is None:
