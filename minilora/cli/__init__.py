@@ -1,4 +1,4 @@
-"""The command line: ``minilora demo | generate | bench | fetch``.
+"""The command line: ``minilora demo | generate | verify | inspect | bench | fetch``.
 
 Nothing here imports torch before a command needs it, so that ``--help`` answers at once.
 """
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from minilora import __version__
-from minilora.cli import bench, demo, fetch, generate
+from minilora.cli import bench, demo, fetch, generate, inspect, verify
 from minilora.config.errors import MiniloraError
 
 
@@ -33,6 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"minilora {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, generate, bench, fetch):
+    for command in (demo, generate, verify, inspect, bench, fetch):
         command.add_to(commands)
     return parser
