@@ -48,8 +48,9 @@ class ModelRunner:
             in the batch's order; N may be 0. The next step may overwrite them.
         """
         key, step = self.prepare(batch)
-        self.num_steps[key.mode] += 1
-        out = self.replay(key, step) if key in self.graphs else self.forward(step)
+        captured = key in self.graphs
+        self.num_steps[key.mode if captured else GraphMode.NONE] += 1
+        out = self.replay(key, step) if captured else self.forward(step)
         return self.sampled_logits(out, step, batch)
 
     def prepare(self, batch: Batch) -> tuple[GraphKey, StepContext]:

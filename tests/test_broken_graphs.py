@@ -32,6 +32,7 @@ from minilora.testing.checker import StepChecker
 from minilora.testing.expected_step import check_step
 from minilora.testing.faults import FaultFound, FaultKind
 from minilora.testing.invariants import check_keys
+from minilora.testing.parity import run_parity
 from minilora.testing.replay import check_replay
 from tests.conftest import SignatureZoo
 
@@ -387,6 +388,102 @@ def test_a_pinned_buffer_rewritten_under_its_copy(monkeypatch: Any) -> None:
     assert kinds == {FaultKind.STALE_STEP}
 
 
+# ---- what the harness itself must not miss
+
+
+def test_a_replay_that_raises(engine: Engine, monkeypatch: Any) -> None:
+    """The engine ends the step's requests with an error and goes on: not unseen."""
+    engine.start()
+
+    def broken(self: ModelRunner, *_: Any) -> torch.Tensor:
+        raise RuntimeError("replay failed")
+
+    monkeypatch.setattr(ModelRunner, "replay", broken)
+    with StepChecker(engine.llm) as checker:
+        params = SamplingParams(temperature=0, max_tokens=2)
+        outputs = engine.llm.generate([[4]], params, progress=False)
+    assert outputs[0].finish_reason == "error"
+    assert FaultKind.STEP_FAILED in {fault.kind for fault in checker.faults}
+
+
+def test_graphs_that_are_not_used(engine: Engine) -> None:
+    llm = engine.start()
+    llm.runner.graphs.clear()
+    report = run_parity(llm, workloads=["none"], oracle=False)
+    assert {fault.kind for fault in report.faults} == {FaultKind.NOTHING_REPLAYED}
+    assert set(llm.runner.num_steps) == {GraphMode.NONE}
+
+
+def test_execute_that_returns_other_rows(engine: Engine, monkeypatch: Any) -> None:
+    plain = ModelRunner.sampled_logits
+    monkeypatch.setattr(
+        ModelRunner, "sampled_logits", lambda self, *args: plain(self, *args).flip(0)
+    )
+    engine.start()
+    assert engine.ask("down-7", None) != [[7] * 3, BASE], "each gets the other's token"
+    assert FaultKind.WRONG_ROWS in engine.found("down-7", None)
+
+
+def test_full_steps_in_which_a_row_does_not_sample(engine: Engine, monkeypatch: Any) -> None:
+    """A chunk of one token in the middle of a prompt, while others decode."""
+    llm = engine.start(max_num_seqs=4, max_num_batched_tokens=4)
+    assert run_parity(llm, workloads=["staggered"], oracle=False).ok
+    plain = ModelRunner.sampled_logits
+
+    def first_rows(self: ModelRunner, out: torch.Tensor, step: Any, batch: Batch) -> torch.Tensor:
+        if step.mode is GraphMode.FULL:
+            return out[: sum(row.samples for row in batch.rows)]
+        return plain(self, out, step, batch)
+
+    monkeypatch.setattr(ModelRunner, "sampled_logits", first_rows)
+    rows = (BatchRow([5], 0, [1, 2], NO_LORA, False), BatchRow([9], 0, [3], NO_LORA, True))
+    with StepChecker(llm) as checker:
+        logits = llm.runner.execute(Batch(rows))
+    assert int(logits[0].argmax()) == 6, "the token after 5, which was not asked for"
+    assert {fault.kind for fault in checker.faults} == {FaultKind.WRONG_ROWS}
+
+
+def test_kv_entries_that_a_replay_leaves_wrong(engine: Engine, monkeypatch: Any) -> None:
+    llm = engine.start()
+    plain = ModelRunner.replay
+
+    def and_spoil(self: ModelRunner, key: Any, step: Any) -> torch.Tensor:
+        out = plain(self, key, step)
+        llm.kv_cache.tensor[:, 1].flatten(1, 2)[:, step.slot_mapping.long()] += 1.0
+        return out
+
+    monkeypatch.setattr(ModelRunner, "replay", and_spoil)
+    assert FaultKind.WRONG_KV in engine.found("v-2", None)
+
+
+def test_requests_that_share_a_block_or_a_wrong_slot(engine: Engine) -> None:
+    llm = engine.start()
+    requests = [
+        llm.add_request([4], SamplingParams(max_tokens=4), LoRARequest(n, engine.zoo(n)))
+        for n in ("down-7", "down-9")
+    ]
+    llm.step()
+    assert len(requests) == 2
+    first, second = llm.scheduler.running
+    first.lora_slot, second.lora_slot = second.lora_slot, first.lora_slot
+    second.block_ids[:] = first.block_ids
+    with StepChecker(llm) as checker:
+        llm.step()
+    kinds = {fault.kind for fault in checker.faults}
+    assert {FaultKind.SHARED_BLOCK, FaultKind.WRONG_SLOT} <= kinds
+
+
+def test_logits_that_are_nan(engine: Engine) -> None:
+    llm = engine.start()
+    engine.ask("down-7")
+    for layer in llm.runner.model.lora_layers():
+        for stack in layer.lora_b_stacked:
+            stack.fill_(torch.nan)
+    with StepChecker(llm) as checker:
+        llm.generate([[4]], SamplingParams(max_tokens=2), LoRARequest("down-7"), progress=False)
+    assert FaultKind.NOT_FINITE in {fault.kind for fault in checker.faults}
+
+
 # ---- functions on their own
 
 
@@ -474,6 +571,14 @@ def test_padding_that_reaches_real_rows(tensors: Any) -> None:
     t = tensors
     kinds = kinds_in(lambda: t.x - t.x.mean(0), t, real_rows=[3, 3, 3])
     assert kinds == {FaultKind.PADDING_LEAKS}
+
+
+def test_too_few_steps_or_no_tensor(tensors: Any) -> None:
+    t = tensors
+    with pytest.raises(ValueError, match="got 1 steps"):
+        check_replay(lambda: t.x + 1, {"x": t.x}, t.steps[:1], backend=t.backend)
+    with pytest.raises(ValueError, match="returns no tensor"):
+        check_replay(lambda: None, {"x": t.x}, t.steps, backend=t.backend)
 
 
 def test_a_condition_on_a_tensor(tensors: Any) -> None:

@@ -102,6 +102,25 @@ def test_g7_the_full_batch_has_a_graph(tiny_llama: Path, graph: str, most: int) 
     assert llm.runner.num_steps[GraphMode.NONE] == 0
 
 
+@pytest.mark.parametrize(("seqs", "length"), [(1, 31), (2, 14), (1, 300)])
+def test_g7_the_longest_prefill_has_a_graph(
+    tiny_llama: Path, graph: str, seqs: int, length: int
+) -> None:
+    """No step has more than max_num_seqs x max_model_len tokens, and that many has a graph."""
+    llm = make(
+        tiny_llama, graph, max_num_seqs=seqs, max_model_len=length, max_num_batched_tokens=512
+    )
+    answers(llm, [[5] * (length - 1)] * seqs, tokens=1)
+    assert llm.runner.num_steps[GraphMode.NONE] == 0
+
+
+def test_g7_sizes_that_leave_the_full_batch_out_are_told(
+    tiny_llama: Path, graph: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(tiny_llama, graph, capture_sizes=[1, 2], max_num_seqs=4, graph_mode="full")
+    assert "decode steps of max_num_seqs=4 rows run without a graph; add 4" in caplog.text
+
+
 def test_g8_a_size_above_the_buffers(tiny_llama: Path, graph: str) -> None:
     """vLLM 15308, 25282: 50 rows of metadata, 56 captured."""
     prompts = [[salt, 3] for salt in range(50)]

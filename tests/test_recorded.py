@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,10 @@ REFUSED: dict[str, tuple[Callable[[Fixed], Callable[[], Any]], str]] = {
     "random": (lambda f: lambda: f.x + torch.rand(8, device=f.device), "random"),
     "cpu": (lambda f: lambda: f.x.cpu(), "host"),
     "device": (lambda f: lambda: f.x.to("meta"), "between devices"),
+    "dlpack": (lambda f: lambda: np.from_dlpack(f.x), "dlpack"),
+    "set_": (lambda f: lambda: (f.x + 1).set_(f.w), "changes which memory"),
+    "resize_": (lambda f: lambda: (f.x + 1).resize_(2, 2), "changes which memory"),
+    "unsqueeze_": (lambda f: lambda: (f.x + 1).unsqueeze_(0), "changes which memory"),
     "undeclared": (undeclared, r"\[4, 8\] of torch.float32 that is not declared static"),
 }
 
@@ -182,6 +187,17 @@ def test_refused_with_its_line(fixed: Fixed, name: str) -> None:
         fixed.backend.capture(fn)
     assert torch.equal(fixed.backend.capture(lambda: fixed.x + 1).replay(), fixed.x + 1)
     assert fixed.x.sum().item() is not None, "no mode is left on"
+
+
+def test_data_that_was_assigned(fixed: Fixed) -> None:
+    def fn() -> torch.Tensor:
+        y = fixed.x + 1
+        y.data = fixed.x * 2
+        return y + 0
+
+    with pytest.raises(CaptureError, match=r"\[4, 8\] was made to show other memory"):
+        fixed.backend.capture(fn)
+    assert torch.equal(fixed.backend.capture(lambda: fixed.x + 1).replay(), fixed.x + 1)
 
 
 def test_an_exception_of_the_function_passes(fixed: Fixed) -> None:
@@ -255,6 +271,51 @@ def test_memory_is_used_again_within_a_graph_and_by_the_next(fixed: Fixed) -> No
         fixed.backend.capture(chain(length))
     assert fixed.backend.pool_memory == 2 * nbytes
     assert same_bits(captured.replay(), chain(20)())
+
+
+def test_what_somebody_still_holds_is_not_used_again(fixed: Fixed) -> None:
+    """CUDA keeps such memory too: it is free only when the last reference is gone."""
+    held: list[torch.Tensor] = []
+
+    def fn() -> Any:
+        held[:] = [fixed.x + 1]
+        y = held[0] * 2
+        for _ in range(5):
+            y = torch.tanh(y)
+        return types.SimpleNamespace(y=y)
+
+    captured = fixed.backend.capture(fn)
+    recorded = held[0]
+    for _ in range(2):
+        fixed.renew()
+        out = captured.replay()
+        assert torch.equal(recorded, fixed.x + 1)
+        assert same_bits(out.y, fn().y)
+
+
+def test_a_parameter_that_is_returned(fixed: Fixed) -> None:
+    captured = fixed.backend.capture(lambda: torch.nn.Parameter(fixed.x + 1, requires_grad=False))
+    for _ in range(2):
+        fixed.renew()
+        assert torch.equal(captured.replay(), fixed.x + 1)
+
+
+def test_an_output_that_was_resized(fixed: Fixed) -> None:
+    def fn() -> torch.Tensor:
+        out = torch.empty(0, device=fixed.device)
+        torch.mm(fixed.x, fixed.w, out=out)
+        return out
+
+    captured = fixed.backend.capture(fn)
+    fixed.renew()
+    assert same_bits(captured.replay(), fn())
+
+
+def test_replay_does_not_follow_autocast(fixed: Fixed) -> None:
+    captured = fixed.backend.capture(lambda: fixed.x @ fixed.w)
+    want = (fixed.x @ fixed.w).clone()
+    with torch.autocast(fixed.device.type, dtype=torch.bfloat16):
+        assert same_bits(captured.replay(), want)
 
 
 def test_poison_between_replays_does_not_show(fixed: Fixed) -> None:

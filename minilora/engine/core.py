@@ -73,6 +73,9 @@ class EngineCore:
             return []
         try:
             logits = self.runner.execute(step.batch)
+            wanted = len(step.sampling)
+            if len(logits) != wanted:
+                raise RuntimeError(f"{len(logits)} rows of logits for {wanted} requests")
             return sample(logits, [_sampling_row(request) for request in step.sampling])
         except Exception as error:
             logger.exception("a step failed; its %d requests end, others go on", len(step.requests))

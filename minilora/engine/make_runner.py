@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
-from minilora.batch import StepBuffers
+from minilora.batch import GraphMode, StepBuffers
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 from minilora.graphs.base import GraphBackend, Static
@@ -15,6 +17,8 @@ from minilora.lora.layers import LayerOptions
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
 from minilora.runner import ModelRunner
+
+logger = logging.getLogger("minilora")
 
 
 def make_runner(
@@ -39,18 +43,36 @@ def make_runner(
         return {**tensors, **dict(model.static_tensors())}
 
     backend = _backend(graph_kind(config, options.device), options.device, static)
+    most = config.max_num_seqs * max_model_len  # no step has more tokens
     dispatcher = GraphDispatcher(
         graph_mode=config.graph_mode if backend else "none",
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=min(config.max_num_batched_tokens, most)
+        if config.capture_sizes is None
+        else config.max_num_batched_tokens,
         max_loras=options.max_loras,
         capture_sizes=config.capture_sizes,
         specialize_lora=config.specialize_lora,
         specialize_active_lora=config.specialize_active_lora,
     )
-    most = config.max_num_seqs * max_model_len  # no step has more tokens
     dispatcher.drop([key for key in dispatcher.keys if key.descriptor.num_tokens > most])
+    _warn_of_eager_decode(config, dispatcher)
     return ModelRunner(model, buffers, dispatcher, backend)
+
+
+def _warn_of_eager_decode(config: EngineConfig, dispatcher: GraphDispatcher) -> None:
+    """Say so if the full batch decodes without a graph: it is only slow (vllm-ascend 16049)."""
+    full = dispatcher.dispatch(config.max_num_seqs, 0, True).mode
+    if config.capture_sizes is not None and dispatcher.keys and full is GraphMode.NONE:
+        logger.warning(
+            "capture_sizes=%s: decode steps of max_num_seqs=%d rows run without a graph; add %d",
+            *(list(config.capture_sizes), config.max_num_seqs, config.max_num_seqs),
+        )
+    if config.capture_sizes is not None and not dispatcher.keys:
+        logger.warning(
+            "capture_sizes=%s: no step can have so many rows, so none runs from a graph",
+            list(config.capture_sizes),
+        )
 
 
 def graph_kind(config: EngineConfig, device: torch.device) -> str:

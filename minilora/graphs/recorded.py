@@ -10,6 +10,8 @@ not written holds NaN.
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +81,8 @@ class RecordedGraph:
         if self._first:  # of the pieces of one capture; the later ones read what it leaves
             self._capture.backend.check_addresses()
             self._capture.backend.poison()
-        with torch._C.DisableTorchFunction(), filled():
+        device = self._capture.device
+        with torch._C.DisableTorchFunction(), filled(), torch.autocast(device, enabled=False):
             for launch in self._launches:
                 launch.run()
 
@@ -135,9 +138,11 @@ class _RecordedCapture:
     def __init__(self, backend: RecordedBackend, arena: Arena) -> None:
         self.backend, self._arena = backend, arena
         self._static = {_storage(t): t for t in backend.static().values() if t.numel()}
+        self.device = next((t.device.type for t in self._static.values()), "cpu")
         self._made: dict[int, Lifetime] = {}
         self._modes: list[Any] = []
         self._launches: list[_Launch] = []
+        self._held: Counter[int] = Counter()  # references of the tape to each tensor, by id
         self._count = self._pieces = 0
 
     # ---- the protocol
@@ -154,6 +159,8 @@ class _RecordedCapture:
         return RecordedGraph(self, self._launches, first=self._pieces == 1)
 
     def finish(self) -> int:
+        for key, life in self._made.items():
+            self._close(key, life)
         self.backend.ended()
         self._arena.place(self._made.values())
         self._made, self._static = {}, {}
@@ -169,8 +176,23 @@ class _RecordedCapture:
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let a tensor's memory live to the end of the capture."""
+        self._note(tensor)
         if (life := self._made.get(_storage(tensor))) is not None:
             life.last = math.inf
+
+    def _close(self, key: int, life: Lifetime) -> None:
+        """Fix a lifetime at the end: what somebody still holds lives on, as on CUDA."""
+        life.size = max(1, life.tensors[0].untyped_storage().nbytes())  # out= may have resized it
+        for index in range(len(life.tensors)):
+            tensor = life.tensors[index]
+            if _storage(tensor) != key:
+                raise CaptureError(
+                    f"a tensor {list(tensor.shape)} was made to show other memory during the "
+                    "capture (through .data, say); a graph cannot follow that"
+                )
+            # Two references more than the tape's own: `tensor` and the argument of getrefcount.
+            if sys.getrefcount(tensor) > self._held[id(tensor)] + 2:
+                life.last = math.inf
 
     # ---- one launch
 
@@ -189,11 +211,14 @@ class _RecordedCapture:
             if isinstance(leaf, torch.Tensor) and not self._known(leaf)
         )
         for _, tensor in fresh:
-            self._made[_storage(tensor)] = Lifetime(_size(tensor), self._count, self._count)
+            self._made[_storage(tensor)] = Lifetime(0, self._count, self._count)
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf)
-        if fresh or func._schema.is_mutable:  # all else is a view: no launch
+        tensors = any(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        if fresh or func._schema.is_mutable or not tensors:  # all else is a view: no launch
+            self._held.update(id(tensor) for tensor in inputs)
+            self._held.update(id(tensor) for _, tensor in fresh)
             entry = _Launch(func, args, kwargs, fresh)
             if entry.name in _ALLOCATIONS:
                 entry.run()  # fills it
@@ -220,6 +245,7 @@ class _RecordedCapture:
             life.last = max(life.last, self._count)
             if not any(tensor is known for known in life.tensors):
                 life.tensors.append(tensor)
+                self._held[id(tensor)] += 1
 
 
 class _DispatchMode(TorchDispatchMode):
@@ -248,7 +274,3 @@ class _FunctionMode(TorchFunctionMode):
 def _storage(tensor: torch.Tensor) -> int:
     """Return what identifies a tensor's memory; its views have the same."""
     return int(tensor.untyped_storage()._cdata)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return max(1, tensor.untyped_storage().nbytes())

@@ -22,11 +22,13 @@ _HOST_READS: Mapping[Any, str] = {
     torch.Tensor.numpy: "numpy() reads the tensor on the host",
     torch.Tensor.__array__: "numpy reads the tensor on the host",
     torch.Tensor.item: "item() reads the tensor on the host",
+    torch.Tensor.__dlpack__: "dlpack hands the tensor's memory to somebody else",
     torch.Tensor.__bool__: "a condition reads the tensor on the host",
     torch.Tensor.cpu: "cpu() copies the tensor to the host",
     torch.tensor: "torch.tensor() copies a constant from the host",
     torch.as_tensor: "torch.as_tensor() copies a constant from the host",
 }
+_REPOINTS = ("aten::set_", "aten::resize_", "aten::swap_tensors")
 _COPIES = ("aten::copy_", "aten::_to_copy", "aten::copy")
 _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -60,6 +62,11 @@ def refuse_launch(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         raise CaptureError(
             f"{where()}: {name} takes a number or a shape from the tensor's values; that waits "
             "for the device, and a graph would keep the value of the capture"
+        )
+    if torch.Tag.inplace_view in func.tags or name in _REPOINTS:
+        raise CaptureError(
+            f"{where()}: {name} changes which memory a tensor shows, which a graph cannot; make a "
+            "new tensor"
         )
     if torch.Tag.nondeterministic_seeded in func.tags:
         raise CaptureError(f"{where()}: {name} draws random numbers; draw them outside the graph")

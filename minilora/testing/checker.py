@@ -23,7 +23,13 @@ from minilora.graphs.dispatcher import GraphKey
 from minilora.runner import ModelRunner
 from minilora.testing.expected_step import check_step
 from minilora.testing.faults import Fault, FaultFound, FaultKind
-from minilora.testing.invariants import check_dispatch, check_keys, check_launches, check_slots
+from minilora.testing.invariants import (
+    check_blocks,
+    check_dispatch,
+    check_keys,
+    check_launches,
+    check_slots,
+)
 from minilora.testing.poison import Poison
 from minilora.testing.step_runs import StepRuns, largest_difference, same_bits
 
@@ -69,7 +75,11 @@ class StepChecker:
 
         def watched(step: ScheduledStep) -> Any:
             self._step = step
+            self._note(check_blocks(self._llm.scheduler.running))
             sampled = core_execute(step)
+            failed = next((request.error for request in step.requests if request.error), None)
+            if failed is not None:
+                self._note([Fault(FaultKind.STEP_FAILED, failed)])
             self._check_sampled(step, sampled)
             return sampled
 
@@ -77,6 +87,7 @@ class StepChecker:
             runner.execute = execute  # type: ignore[method-assign]
             core.execute = core_execute  # type: ignore[method-assign]
 
+        self._execute = execute
         runner.execute = self.execute  # type: ignore[method-assign]
         core.execute = watched  # type: ignore[method-assign]
         self._undo = undo
@@ -105,22 +116,26 @@ class StepChecker:
         self._poison.stale_buffers()
         self._poison.unowned_kv(batch)  # so that every write to a foreign entry is a change
         key, step = runner.prepare(batch)
-        runner.num_steps[key.mode] += 1
         self.num_steps += 1
         self._note(check_dispatch(key, batch))
         self._note(check_step(step, batch, key.descriptor, runner.buffers.block_size))
         if self._step is not None:
-            self._note(check_slots(list(runner.model.lora_layers()), self._step.requests))
+            layers = list(runner.model.lora_layers())
+            self._note(check_slots(layers, self._step.requests, batch))
         runs = StepRuns(self._llm, key, step, batch)
-        eager = out = runs.eager()
+        eager = runs.eager()
+        want = runs.sampled(eager)
         if key in runner.graphs:
             self.num_replays += 1
             self._note(_moved(runner))
             self._check_replays(runs, eager)
-            out = runs.last_replay()
+        runs.restore()
         self._note(runs.faults)
-        logits = runner.sampled_logits(out, step, batch)
+        logits = self._execute(batch)
         self._last = logits.clone()
+        clean = not self.faults  # else the rows differ for a reason that has been told
+        if clean and not same_bits(self._last, want):
+            self._note([Fault(FaultKind.WRONG_ROWS, f"{len(logits)} rows, in {key.mode.name}")])
         return logits
 
     def _check_replays(self, runs: StepRuns, eager: torch.Tensor) -> None:
@@ -149,6 +164,9 @@ class StepChecker:
         """Keep each row of logits, and see that a greedy token is its own row's best."""
         for row, (request, token) in enumerate(zip(step.sampling, sampled, strict=False)):
             logits = self._last[row].cpu()
+            if not bool(logits.isfinite().all()):
+                by = request.adapter.name if request.adapter else "the base model"
+                self._note([Fault(FaultKind.NOT_FINITE, f"row {row}, {by}")])
             self.logits.setdefault(request, []).append((request.num_tokens, logits))
             plain = request.params.greedy and request.params.repetition_penalty == 1.0
             best = int(logits.argmax())

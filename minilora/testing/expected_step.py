@@ -21,6 +21,10 @@ def check_step(
     faults = []
     for name, want in _expected(step, batch, descriptor, block_size).items():
         got = getattr(step, name).tolist()
+        if len(got) != len(want):
+            text = f"{name} has {len(got)} rows, not {len(want)}"
+            faults.append(Fault(FaultKind.STALE_STEP, text))
+            continue
         faults += [
             Fault(FaultKind.STALE_STEP, f"{name}[{row}] is {value}, not {right}")
             for row, (value, right) in enumerate(zip(got, want, strict=True))
@@ -56,7 +60,18 @@ def _expected(
         "slot_mapping": _padded(kv_slots, rows, PADDING_BLOCK * block_size),
         "context_lens": _padded(contexts, requests, 0),
         "block_tables": _padded(tables, requests, [PADDING_BLOCK] * width),
+        "sample_indices": sampled_rows(batch),
     }
+
+
+def sampled_rows(batch: Batch) -> list[int]:
+    """Return the last row of each request that samples."""
+    rows, end = [], 0
+    for row in batch.rows:
+        end += len(row.token_ids)
+        if row.samples:
+            rows.append(end - 1)
+    return rows
 
 
 def _padded(values: list[Any], length: int, filler: Any) -> list[Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from minilora.batch import Batch, GraphMode
+from minilora.batch import NO_LORA, PADDING_BLOCK, Batch, GraphMode
 from minilora.engine.request import Request
 from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
 from minilora.lora.adapter import LoraWeights
 from minilora.lora.layers import LoraEmbedding, LoraLayer
+from minilora.lora.registry import AdapterVersion
 from minilora.runner import ModelRunner
 from minilora.testing.faults import Fault, FaultKind
 
@@ -60,21 +62,46 @@ def check_launches(runner: ModelRunner, keys: Iterable[GraphKey]) -> list[Fault]
     return faults
 
 
-def check_slots(layers: Iterable[LoraLayer], requests: Iterable[Request]) -> list[Fault]:
-    """Whether the slot of each running request holds its adapter, and nothing besides."""
-    holders = {(r.lora_slot, r.adapter) for r in requests if r.adapter is not None}
-    return [
-        Fault(FaultKind.WRONG_SLOT, f"slot {slot} in {wrong}, adapter {version.name!r}")
-        for slot, version in holders
-        if version.adapter is not None
-        and (wrong := _wrong_layer(layers, slot, version.adapter.modules)) is not None
-    ]
+def check_slots(
+    layers: Sequence[LoraLayer], requests: Iterable[Request], batch: Batch
+) -> list[Fault]:
+    """Whether each row goes to its request's slot, which holds its adapter and nothing besides."""
+    faults, holders = [], dict[tuple[int, str], AdapterVersion]()
+    for request, row in zip(requests, batch.rows, strict=True):
+        version = request.adapter
+        slot = NO_LORA if version is None else version.slot
+        if row.lora_slot != slot:
+            text = f"a row of {_name(version)} goes to slot {row.lora_slot}, not {slot}"
+            faults.append(Fault(FaultKind.WRONG_SLOT, text))
+        if version is not None:
+            holders[row.lora_slot, version.name] = version
+    for (slot, _), version in holders.items():
+        if version.adapter is not None:
+            wrong = _wrong_layer(layers, slot, version.adapter.modules)
+            if wrong is not None:
+                text = f"slot {slot} in {wrong}, {_name(version)}"
+                faults.append(Fault(FaultKind.WRONG_SLOT, text))
+    return faults
+
+
+def _name(version: AdapterVersion | None) -> str:
+    return "the base model" if version is None else f"adapter {version.name!r}"
+
+
+def check_blocks(running: Iterable[Request]) -> list[Fault]:
+    """Whether every KV block has one owner, and the padding block none."""
+    owned = Counter(block for request in running for block in request.block_ids)
+    wrong = sorted(b for b, count in owned.items() if count > 1 or b == PADDING_BLOCK)
+    return [Fault(FaultKind.SHARED_BLOCK, f"block {block}") for block in wrong]
 
 
 def _wrong_layer(
     layers: Iterable[LoraLayer], slot: int, modules: Mapping[str, LoraWeights]
 ) -> str | None:
     for layer in layers:
+        own_ranks = [modules[name].r for name in layer.names if name in modules]
+        if int(layer.lora_ranks[slot]) != max(own_ranks, default=0):
+            return f"{layer.names[0]} (its rank)"
         slices = zip(layer.names, layer.lora_a_stacked, layer.lora_b_stacked, strict=True)
         for name, a_stacked, b_stacked in slices:
             a, b = torch.zeros_like(a_stacked[slot]), torch.zeros_like(b_stacked[slot])

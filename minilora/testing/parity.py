@@ -85,7 +85,7 @@ class ParityReport:
         return [fault for row in self.rows for fault in row.faults]
 
     def assert_ok(self) -> None:
-        """Raise `FaultFound` with every fault, or if nothing was replayed although it should."""
+        """Raise `FaultFound` with every fault, or if there was nothing to check."""
         if self.faults:
             raise FaultFound(self.faults)
         assert self.rows, "run_parity checked nothing: no path or no workload"
@@ -169,6 +169,8 @@ def _run(
         traffic(llm, adapters)
     row.steps, row.replays = checker.num_steps, checker.num_replays
     row.eager_error, row.faults = checker.eager_error, checker.faults
+    if llm.runner.backend is not None and row.steps and not row.replays:
+        row.faults.append(Fault(FaultKind.NOTHING_REPLAYED, f"of {row.steps} in {row.path}"))
     if judge is not None:
         row.oracle_error, faults = judge.compare(checker.logits)
         row.faults += faults

@@ -68,12 +68,16 @@ def check_replay(
 
     Raises:
         FaultFound: naming each fault.
+        ValueError: fewer than two steps, or `fn` returns no tensor.
     """
     check = _ReplayCheck(fn, inputs, state or {}, scratch or {}, backend)
+    index = -1
     for index, values in enumerate(steps):
         check.step(index, values, None if real_rows is None else real_rows[index])
         if check.faults:
             raise FaultFound(check.faults)
+    if index < 1:
+        raise ValueError(f"check_replay got {index + 1} steps; a frozen value shows from two on")
     return check.num_replays
 
 
@@ -147,7 +151,9 @@ class _ReplayCheck:
 
     def _run(self, fn: Callable[[], Any], before: Tensors) -> tuple[list[torch.Tensor], Tensors]:
         self._restore(before)
-        out = [leaf.clone() for leaf in tree_leaves(fn())]
+        out = [leaf.clone() for leaf in tree_leaves(fn()) if isinstance(leaf, torch.Tensor)]
+        if not out:
+            raise ValueError("check_replay: the function returns no tensor that could be compared")
         after = {name: tensor.clone() for name, tensor in self._fixed.items()}
         for name in self._inputs:
             if not same_bits(after[name], before[name]):

@@ -6,9 +6,10 @@ import dataclasses
 
 import torch
 
-from minilora.batch import PADDING_BLOCK, Batch, StepContext
+from minilora.batch import PADDING_BLOCK, Batch, GraphMode, StepContext
 from minilora.engine.llm import LLM
 from minilora.graphs.dispatcher import GraphKey
+from minilora.testing.expected_step import sampled_rows
 from minilora.testing.faults import Fault, FaultKind
 from minilora.testing.poison import Poison
 
@@ -49,6 +50,7 @@ class StepRuns:
         self._inputs = llm.runner.buffers.packed.tensor
         self._cache = llm.kv_cache.tensor  # [layers, 2, blocks, block_size, Hkv, D]
         self._inputs_before, self._cache_before = self._inputs.clone(), self._cache.clone()
+        self._cache_eager = self._cache_before
         self.num_real = batch.num_tokens
         self.faults: list[Fault] = []
 
@@ -56,30 +58,40 @@ class StepRuns:
         """Run without a graph; nothing but the step's own KV entries may be written."""
         out = self._runner.forward(self._step).clone()
         self._check_written("eagerly")
+        self._cache_eager = self._cache.clone()
         return out
+
+    def sampled(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the rows that sample, worked out from the batch."""
+        rows = torch.tensor(sampled_rows(self._batch), device=out.device, dtype=torch.long)
+        picked, step = out[rows], self._step
+        if step.mode is GraphMode.FULL:
+            return picked
+        head: torch.Tensor
+        head = self._runner.model.lm_head(picked, step.sample_meta, step.num_active_loras)
+        return head
 
     def replay(self) -> torch.Tensor:
         """Run from the graph."""
-        self._restore()
+        self.restore()
         out = self._runner.replay(self._key, self._step).clone()
         self._check_written("by the replay")
+        after, want = self._cache[:, :, 1:], self._cache_eager[:, :, 1:]  # 0: the padding block
+        if not same_bits(after, want):
+            self._fault(FaultKind.WRONG_KV, f"in {self._key.mode.name} {self._key.descriptor}")
         return out
 
     def poisoned_replay(self, poison: Poison) -> torch.Tensor:
         """Run from the graph with poison in everything that the step must not read."""
-        self._restore()
+        self.restore()
         poison.padding_rows(self._step, self.num_real)
         poison.unowned_kv(self._batch)
         poison.graph_scratch()
         with poison.dead_slots(self._batch):
             return self._runner.replay(self._key, self._step).clone()
 
-    def last_replay(self) -> torch.Tensor:
-        """Run from the graph as the engine would, and leave the state so."""
-        self._restore()
-        return self._runner.replay(self._key, self._step)
-
-    def _restore(self) -> None:
+    def restore(self) -> None:
+        """Put back the step's buffers and the KV cache."""
         self._inputs.copy_(self._inputs_before)
         self._cache.copy_(self._cache_before)
 
@@ -129,12 +141,12 @@ class StepRuns:
         where = self.where(got, want)
         if got.isnan().any() and not want.isnan().any():
             # NaN lies in the graph's scratch and in KV entries of nobody: which was read?
-            self._restore()
+            self.restore()
             self._cache.nan_to_num_(0.0)
             still = self._runner.replay(self._key, self._step).isnan().any()
             return Fault(FaultKind.UNWRITTEN_MEMORY if still else FaultKind.FROZEN_VALUE, where)
         if self._step.num_active_loras:
-            self._restore()
+            self.restore()
             base = self._runner.forward(dataclasses.replace(self._step, num_active_loras=0))
             differ = [row for row in range(len(got)) if not same_bits(got[row], want[row])]
             if same_bits(got[differ], base[differ]):

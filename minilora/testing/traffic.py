@@ -94,9 +94,33 @@ def long_answers(llm: LLM, adapters: Adapters) -> None:
     serve(llm, adapters, names, max_tokens=max(1, most))
 
 
+def staggered(llm: LLM, adapters: Adapters) -> None:
+    """Let requests come while others run, in chunks where the budget is small; abort some.
+
+    Steps then hold decode rows, chunks that do not sample, and several answers of one prompt.
+    """
+    rng, listed = random.Random(0), [NO_ADAPTER, *adapters]
+    vocab, longest = llm.model_config.vocab_size, max(1, llm.max_model_len // 2)
+    waiting: list[str] = []
+    for turn in range(24):
+        name = listed[turn % len(listed)]
+        lora = LoRARequest(name, adapters[name]) if name else None
+        tokens = [rng.randrange(vocab) for _ in range(rng.randint(1, min(30, longest)))]
+        n = 2 if turn % 5 == 4 and llm.config.max_num_seqs > 1 else 1
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, n=n)
+        waiting.append(llm.add_request(tokens, params, lora))
+        for _ in range(rng.randrange(3)):
+            llm.step()
+        if turn % 7 == 6:
+            llm.abort(waiting.pop(rng.randrange(len(waiting))))
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
 TRAFFIC: Mapping[str, Traffic] = {
     **{name: sized(name) for name in WORKLOADS},
     "counts": counts,
     "shuffle": shuffle,
+    "staggered": staggered,
     "long": long_answers,
 }
