@@ -86,7 +86,7 @@ class ModelRunner:
         """
         assert self.backend is not None
         step = self.buffers.write(batch, key.descriptor, key.mode)
-        self.forward(step, depth=1)
+        self.backend.warm_up(lambda: self.forward(step, depth=1))
         if key.mode is GraphMode.FULL:
             self.graphs[key] = self.backend.capture(lambda: self.forward(step))
         else:

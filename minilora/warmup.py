@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -110,6 +112,7 @@ class WarmUp:
             return CaptureReport()
         dropped = () if max_memory is None else self._drop_beyond(max_memory)
         cases = self._capture_all(progress)
+        runner.backend.check_addresses()
         if self._on_cuda:  # what eager gaps took on the capture's stream is of no use on ours
             torch.cuda.empty_cache()
         return CaptureReport(tuple(cases.values()), runner.backend.pool_memory, dropped)
@@ -117,15 +120,23 @@ class WarmUp:
     def _capture_all(self, progress: bool) -> dict[tuple[GraphMode, int], CaseReport]:
         cases: dict[tuple[GraphMode, int], CaseReport] = {}
         keys = self._runner.dispatcher.keys
-        try:
-            with frozen_gc():
-                for key in track(keys, "capturing graphs", disable=not progress, transient=True):
-                    count = key.descriptor.num_active_loras
-                    case = cases.setdefault((key.mode, count), CaseReport(key.mode, count))
-                    self._capture(key, case)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            raise ConfigError(self._not_enough(cases)) from error
+        with self._explaining_memory(cases), frozen_gc():
+            for key in track(keys, "capturing graphs", disable=not progress, transient=True):
+                count = key.descriptor.num_active_loras
+                case = cases.setdefault((key.mode, count), CaseReport(key.mode, count))
+                self._capture(key, case)
         return cases
+
+    @contextmanager
+    def _explaining_memory(self, cases: dict[tuple[GraphMode, int], CaseReport]) -> Iterator[None]:
+        """Turn the errors of full memory, of CUDA's allocator and of the CPU's, into a sentence."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            if not (full or "can't allocate memory" in str(error)):
+                raise
+            raise ConfigError(self._not_enough(cases)) from error
 
     def _capture(self, key: GraphKey, case: CaseReport) -> None:
         start = time.perf_counter()
@@ -158,7 +169,7 @@ class WarmUp:
         backend, graphs = runner.backend, runner.graphs
         runner.backend, runner.graphs = backend.fresh(), {}
         try:
-            with frozen_gc():
+            with self._explaining_memory({}), frozen_gc():
                 for key in largest.values():
                     runner.capture(key, self.dummy_batch(key.descriptor))
             each = {key.mode: runner.graphs[key].memory for key in largest.values()}

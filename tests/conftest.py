@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +28,9 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+# As in `minilora.graphs.cuda`, for tests that profile on their own.
+os.environ.setdefault("TEARDOWN_CUPTI", "0")
+os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

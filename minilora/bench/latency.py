@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minilora.bench.setup import Setup, fixed_length, in_turn, prompts
+from minilora.bench.setup import Setup, fixed_length, in_turn, prompts, refuse_short
 from minilora.config.lora import LoRARequest
 from minilora.engine.llm import LLM
 
@@ -29,9 +29,7 @@ def batch(
 
     def run() -> None:
         outputs = llm.generate(given, params, chosen if loras else None, progress=False)
-        for output in outputs:
-            if len(output.token_ids) != output_len:
-                raise RuntimeError(f"a request ended early: {output.error or output.finish_reason}")
+        refuse_short(outputs, output_len)
 
     return run
 

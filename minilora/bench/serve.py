@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minilora.bench.setup import fixed_length, in_turn, prompts
+from minilora.bench.setup import fixed_length, in_turn, prompts, refuse_short
 from minilora.config.lora import LoRARequest
 from minilora.engine.llm import LLM
 from minilora.testing.workloads import workload
@@ -26,8 +26,9 @@ def throughput(
     given = prompts(llm, num_prompts, input_len)
     llm.generate(given[:1], fixed_length(1), chosen[0] if loras else None, progress=False)
     start = time.perf_counter()
-    llm.generate(given, params, chosen if loras else None, progress=False)
+    outputs = llm.generate(given, params, chosen if loras else None, progress=False)
     seconds = time.perf_counter() - start
+    refuse_short(outputs, output_len)
     return {
         "seconds": seconds,
         "requests_per_s": num_prompts / seconds,
@@ -78,6 +79,7 @@ def serve(
         for running in llm.scheduler.running:
             if running.output_token_ids and flying[running.request_id].first is None:
                 flying[running.request_id].first = now
+        refuse_short(finished, output_len)
         for output in finished:
             _land(flying.pop(output.request_id), now, output_len, times)
     return _figures(times, num_requests * output_len / (time.perf_counter() - start))

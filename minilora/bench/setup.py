@@ -12,6 +12,7 @@ import torch
 from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.llm import LLM
+from minilora.engine.outputs import RequestOutput
 from minilora.testing.shapes import make_shape, make_shape_adapter
 
 
@@ -73,6 +74,13 @@ def prompts(llm: LLM, count: int, length: int, seed: int = 0) -> list[list[int]]
 def fixed_length(tokens: int) -> SamplingParams:
     """Return parameters for greedy answers of exactly that many tokens."""
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def refuse_short(outputs: Sequence[RequestOutput], tokens: int) -> None:
+    """Raise a `RuntimeError` if an answer is shorter than asked for: its time means nothing."""
+    for output in outputs:
+        if len(output.token_ids) != tokens:
+            raise RuntimeError(f"a request ended early: {output.error or output.finish_reason}")
 
 
 def in_turn(loras: Sequence[LoRARequest | None], count: int) -> list[LoRARequest | None]:

@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _WORKLOADS = ["none", "base_mixed", "zipf", "counts", "shuffle", "long"]
 _QUICK = ["none", "base_mixed", "counts"]
 _SMALL_SIZES = [1, 2, 4]  # of a real checkpoint, unless others are asked for
+# Every step is run five times, from copies of the whole KV pool.
+_OF_A_CHECKPOINT: dict[str, Any] = {
+    "capture_sizes": _SMALL_SIZES,
+    "max_num_seqs": 8,
+    "num_kv_blocks": 128,
+}
 _LEFT_OUT = {"model", "enable_lora", "graph", "graph_mode", "compile"}
 _HEAD = ("path", "workload", "steps", "replays", "vs eager", "vs oracle")
 _WIDTHS = (20, 11, 6, 8, 10, 10)
@@ -55,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     """Check, print a row as soon as it is done, and write the page."""
     if args.html and not args.html.absolute().parent.is_dir():
         raise ConfigError(f"--html {args.html}: the folder does not exist")
+    if args.html and args.html.is_dir():
+        raise ConfigError(f"--html {args.html} is a folder; give the name of a file")
+    args.device = getattr(args, "device", "auto")
     adapters = parse_loras(args.lora, args.model)
     with tempfile.TemporaryDirectory(prefix="minilora-verify-") as name:
         model = args.model
@@ -75,16 +84,19 @@ def _verify(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> i
     _print_row(console, _HEAD, "verdict")
     report = run_parity(
         _factory(model, options),
-        args.path or [name for name in available_paths() if "both" not in name],
+        args.path or [p for p in available_paths() if args.device != "cpu" or "CUDA" not in p],
         args.workload or (_QUICK if args.quick else _WORKLOADS),
         adapters=adapters,
         on_row=lambda row: _print_row(console, _cells(row), "right" if row.ok else "WRONG"),
     )
     _print_verdict(console, report)
     if args.html:
+        import torch
+
         from minilora.cli.report_html import page
 
-        llm = _factory(model, options)(graph=_backend(), graph_mode="full_and_piecewise")
+        graph = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "recorded"
+        llm = _factory(model, options)(graph=graph, graph_mode="full_and_piecewise")
         args.html.write_text(page(report, llm), encoding="utf-8")
         console.print(f"wrote {args.html}")
     return 0 if report.ok else 1
@@ -94,7 +106,7 @@ def _options(args: argparse.Namespace, adapters: dict[str, str]) -> dict[str, An
     asked = given(args, EngineConfig, _LEFT_OUT)
     if args.model is None:
         return {"enable_lora": True, **TINY_OPTIONS, **asked}
-    return {"enable_lora": bool(adapters), "capture_sizes": _SMALL_SIZES, **asked}
+    return {"enable_lora": bool(adapters), **_OF_A_CHECKPOINT, **asked}
 
 
 def _factory(model: str, options: dict[str, Any]) -> Callable[..., LLM]:
@@ -105,12 +117,6 @@ def _factory(model: str, options: dict[str, Any]) -> Callable[..., LLM]:
         return LLM(model, **{**options, **path, "compile": compiled})
 
     return make
-
-
-def _backend() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "recorded"
 
 
 def _cells(row: ParityRow) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 import torch
 
-from minilora.batch import Batch, BatchRow
+from minilora.batch import NO_LORA, PADDING_BLOCK, Batch, BatchRow
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 from minilora.config.model import ModelConfig
@@ -54,11 +54,13 @@ def most_blocks(
     return min(_blocks_in(left, config, model_config, dtype), useful)
 
 
-def num_blocks_for(config: EngineConfig, model: Llama, most: int, options: LayerOptions) -> int:
+def num_blocks_for(
+    config: EngineConfig, model: Llama, most: int, longest: int, options: LayerOptions
+) -> int:
     """Return how many KV blocks to make: as asked for, or as memory allows."""
     if config.num_kv_blocks is not None or options.device.type != "cuda":
         return most
-    left = _cuda_bytes_left(config, model, options)
+    left = _cuda_bytes_left(config, model, longest, options)
     return min(most, _blocks_in(left, config, model.config, options.dtype))
 
 
@@ -80,10 +82,12 @@ def _blocks_in(
     return left // block_bytes
 
 
-def _cuda_bytes_left(config: EngineConfig, model: Llama, options: LayerOptions) -> int:
+def _cuda_bytes_left(
+    config: EngineConfig, model: Llama, longest: int, options: LayerOptions
+) -> int:
     """Return what the KV pool may take: the allowed share less the peak of the largest step."""
     torch.cuda.reset_peak_memory_stats(options.device)
-    graphs = _profile(config, model, options)
+    graphs = _profile(config, model, longest, options)
     peak = torch.cuda.max_memory_allocated(options.device)
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(options.device).total_memory
@@ -93,25 +97,30 @@ def _cuda_bytes_left(config: EngineConfig, model: Llama, options: LayerOptions) 
     return allowed - peak - graphs - max(others, 0)
 
 
-def _profile(config: EngineConfig, model: Llama, options: LayerOptions) -> int:
-    """Run one step of the most tokens and requests, all in the padding block.
+def _profile(config: EngineConfig, model: Llama, longest: int, options: LayerOptions) -> int:
+    """Run the steps that take most, all in the padding block: the most tokens and requests, and
+    the last chunk of the longest prompt.
 
     Returns:
         The bytes that the graphs will take, estimated.
     """
-    requests = config.max_num_seqs
-    lengths = [config.max_num_batched_tokens // requests] * requests
-    lengths[-1] += config.max_num_batched_tokens - sum(lengths)
-    longest = max(*lengths, config.block_size)
-    blocks = [0] * -(-longest // config.block_size)
     cache = KVCache(model.config, 0, config.block_size, options.dtype, options.device)
     cache.bind(model)
-    rows = [BatchRow([0] * n, 0, blocks, -1, samples=True) for n in sorted(lengths)]
     runner = make_runner(config, model, cache, longest, options)
+    requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    lengths = sorted((tokens + index) // requests for index in range(requests))
+    rows = [_profile_row(config, min(n, longest), 0) for n in lengths]
     runner.execute(Batch(tuple(rows)))
+    chunk = min(tokens, longest)
+    runner.execute(Batch((_profile_row(config, chunk, longest - chunk),)))
     keys = runner.dispatcher.keys
     if runner.backend is None or not keys:
         return 0
     costs = WarmUp(runner, max_num_seqs=requests, max_model_len=longest).measure_costs()
     most = config.max_graph_memory
     return min(costs.of(keys), costs.of(keys) if most is None else most * MIB)
+
+
+def _profile_row(config: EngineConfig, length: int, start: int) -> BatchRow:
+    blocks = [PADDING_BLOCK] * -(-(start + length) // config.block_size)
+    return BatchRow([0] * length, start, blocks, NO_LORA, samples=True)

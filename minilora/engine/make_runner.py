@@ -56,11 +56,10 @@ def make_runner(
         specialize_active_lora=config.specialize_active_lora,
     )
     dispatcher.drop([key for key in dispatcher.keys if key.descriptor.num_tokens > most])
-    _warn_of_eager_decode(config, dispatcher)
     return ModelRunner(model, buffers, dispatcher, backend)
 
 
-def _warn_of_eager_decode(config: EngineConfig, dispatcher: GraphDispatcher) -> None:
+def warn_of_eager_decode(config: EngineConfig, dispatcher: GraphDispatcher) -> None:
     """Say so if the full batch decodes without a graph: it is only slow (vllm-ascend 16049)."""
     full = dispatcher.dispatch(config.max_num_seqs, 0, True).mode
     if config.capture_sizes is not None and dispatcher.keys and full is GraphMode.NONE:

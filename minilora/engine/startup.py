@@ -15,7 +15,7 @@ from minilora.config.errors import CheckpointError, ConfigError
 from minilora.config.model import ModelConfig, read_json_object
 from minilora.config.sampling import SamplingParams
 from minilora.engine.kv_pool import fitted_context, longest_context, most_blocks, num_blocks_for
-from minilora.engine.make_runner import graph_kind, make_runner
+from minilora.engine.make_runner import graph_kind, make_runner, warn_of_eager_decode
 from minilora.lora.adapter import load_adapter
 from minilora.lora.layers import LayerOptions
 from minilora.lora.slots import AdapterSlots
@@ -71,11 +71,12 @@ def build(config: EngineConfig) -> System:
         fill_weights(model, config.seed)
     else:
         load_weights(model, folder, progress=sys.stderr.isatty())
-    num_blocks = num_blocks_for(config, model, most, options)
+    num_blocks = num_blocks_for(config, model, most, longest, options)
     max_model_len = fitted_context(config, longest, num_blocks)
     kv_cache = KVCache(model_config, num_blocks, config.block_size, dtype, device)
     kv_cache.bind(model)
     runner = make_runner(config, model, kv_cache, max_model_len, options)
+    warn_of_eager_decode(config, runner.dispatcher)
     report = _warm_up(config, runner, max_model_len)
     slots = _slots(config, model, options)
     return System(folder, model_config, max_model_len, kv_cache, runner, slots, report)
@@ -125,6 +126,11 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"LLM: device={name!r} must be 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"LLM: device={name!r}, but torch finds no CUDA device; use 'cpu'")
+    if device.index is not None and device.index != torch.cuda.current_device():
+        raise ConfigError(
+            f"LLM: device={name!r} is not torch's current device; choose it with "
+            "CUDA_VISIBLE_DEVICES or torch.cuda.set_device, and use 'cuda'"
+        )
     return device
 
 

@@ -87,8 +87,8 @@ class GraphBackend(ABC):
     name: str
 
     def __init__(self, static: Static) -> None:
-        self._static = static
-        self._addresses = {name: tensor.data_ptr() for name, tensor in self.static().items()}
+        self._static, self._captured = static, False
+        self._addresses: dict[str, int] = {}
 
     def static(self) -> Mapping[str, torch.Tensor]:
         """Return the fixed tensors by name."""
@@ -97,7 +97,7 @@ class GraphBackend(ABC):
     def check_addresses(self) -> None:
         """Raise a `CaptureError` that names the first fixed tensor that has moved."""
         for name, tensor in self.static().items():
-            if self._addresses.get(name) != tensor.data_ptr():
+            if self._captured and self._addresses.get(name) != tensor.data_ptr():
                 raise CaptureError(
                     f"the fixed tensor {name!r} has moved since capture; graphs would read the old "
                     "one: copy into it, never replace it"
@@ -106,6 +106,21 @@ class GraphBackend(ABC):
     def fresh(self) -> GraphBackend:
         """Return a backend of the same kind and static tensors, with a pool of its own."""
         return type(self)(self._static)
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Run `fn` where a capture would, so that whatever it needs once is there before."""
+        fn()
+
+    def note_addresses(self) -> None:
+        """Take the fixed tensors as they are before the first capture; later ones must agree.
+
+        Raises:
+            CaptureError: a tensor has moved since the first capture.
+        """
+        if self._captured:
+            self.check_addresses()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self.static().items()}
+        self._captured = True
 
     @abstractmethod
     def start(self) -> Capture:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -47,10 +47,6 @@ class CudaBackend(GraphBackend):
 
     def __init__(self, static: Static, device: torch.device | str = "cuda") -> None:
         super().__init__(static)
-        # A profiler that is torn down and started again can crash the process where there are
-        # graphs (kineto pull 748, PyTorch pull 112507); these keep it in place.
-        os.environ.setdefault("TEARDOWN_CUPTI", "0")
-        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
         self.device = torch.device(device)
         self.stream = torch.cuda.Stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()
@@ -61,7 +57,16 @@ class CudaBackend(GraphBackend):
 
     def start(self) -> Capture:
         """Return a new capture on the side stream."""
+        self.note_addresses()
         return _CudaCapture(self)
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        """Run `fn` on the side stream: cuBLAS keeps a workspace a stream, and takes it there."""
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            fn()
+        current.wait_stream(self.stream)
 
     def nodes(self, graphs: Sequence[Graph]) -> list[str]:
         """Return the launches of several graphs; starting the profiler once is much faster."""
@@ -106,11 +111,14 @@ class _CudaCapture:
         self._backend = backend
         self._on_stream: AbstractContextManager[Any] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._gc_enabled = False
         self._before = 0
 
     def begin(self) -> None:
         backend = self._backend
         if self._on_stream is None:
+            self._gc_enabled = gc.isenabled()
+            gc.disable()  # a collection may free CUDA memory, which invalidates a capture
             backend.stream.wait_stream(torch.cuda.current_stream(backend.device))
             self._on_stream = torch.cuda.stream(backend.stream)
             self._on_stream.__enter__()
@@ -129,6 +137,8 @@ class _CudaCapture:
         assert self._on_stream is not None
         self._on_stream.__exit__(None, None, None)
         self._on_stream = None
+        if self._gc_enabled:
+            gc.enable()
         torch.cuda.current_stream(self._backend.device).wait_stream(self._backend.stream)
         return max(0, _driver_bytes(self._backend.device) - self._before)
 
@@ -167,6 +177,10 @@ def _driver_bytes(device: torch.device) -> int:
 def _launches(graphs: Sequence[Graph]) -> list[str]:
     from torch.profiler import ProfilerActivity, profile
 
+    # A profiler that is torn down and started again can crash the process where there are graphs
+    # (kineto pull 748, PyTorch pull 112507); these keep it in place.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for graph in graphs:

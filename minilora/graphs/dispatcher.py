@@ -127,6 +127,11 @@ class GraphDispatcher:
                 if num_real_loras <= counts[-1]:
                     count = counts[bisect_left(counts, num_real_loras)]
                     return self._key(mode, sizes[place], count)
+        if num_real_loras > self._eager_counts[-1]:
+            raise ValueError(
+                f"a step has {num_real_loras} adapters, but no more than {self._eager_counts[-1]} "
+                "can be active"
+            )
         count = self.eager_counts[bisect_left(self.eager_counts, num_real_loras)]
         return GraphKey(GraphMode.NONE, BatchDescriptor(num_tokens_real, count, uniform))
 

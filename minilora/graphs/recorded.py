@@ -109,6 +109,7 @@ class RecordedBackend(GraphBackend):
         """
         if self._capture is not None:
             raise CaptureError("a capture is running already; finish it before the next one")
+        self.note_addresses()
         self._capture = _RecordedCapture(self, self._arena)
         return self._capture
 

@@ -76,7 +76,10 @@ class StepChecker:
         def watched(step: ScheduledStep) -> Any:
             self._step = step
             self._note(check_blocks(self._llm.scheduler.running))
-            sampled = core_execute(step)
+            try:
+                sampled = core_execute(step)
+            finally:
+                self._step = None
             failed = next((request.error for request in step.requests if request.error), None)
             if failed is not None:
                 self._note([Fault(FaultKind.STEP_FAILED, failed)])

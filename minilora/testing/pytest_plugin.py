@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run tests that use `graph_backend` or `parity` once for each backend of this machine."""
-    if "graph_backend" in metafunc.fixturenames:
+    own = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize") if mark.args]
+    if "graph_backend" in metafunc.fixturenames and not any("graph_backend" in a for a in own):
         import torch
 
         names = ["recorded", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -71,8 +71,12 @@ def check_replay(
         ValueError: fewer than two steps, or `fn` returns no tensor.
     """
     check = _ReplayCheck(fn, inputs, state or {}, scratch or {}, backend)
+    if not inputs:
+        raise ValueError("check_replay got no inputs; name the buffers that a step writes")
     index = -1
     for index, values in enumerate(steps):
+        if real_rows is not None and index >= len(real_rows):
+            raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
         check.step(index, values, None if real_rows is None else real_rows[index])
         if check.faults:
             raise FaultFound(check.faults)
@@ -95,6 +99,8 @@ class _ReplayCheck:
     def step(self, index: int, values: Tensors, real: int | None) -> None:
         self._where = f"step {index}"
         for name, buffer in self._inputs.items():
+            if name not in values:
+                raise ValueError(f"check_replay: {self._where} has no value for input {name!r}")
             buffer.copy_(values[name])
         before = {name: tensor.clone() for name, tensor in self._fixed.items()}
         eager, after_eager = self._run(self._fn, before)
@@ -146,6 +152,7 @@ class _ReplayCheck:
 
     def _replay(self) -> Any:
         assert self._captured is not None
+        self._backend.check_addresses()
         self.num_replays += 1
         return self._captured.replay()
 

@@ -57,6 +57,7 @@ def capture(model: Path) -> dict[str, Any]:
     for most in (64, 512):
         for case in CASES:
             command = [sys.executable, __file__, "--case", case, str(most), str(model)]
+            command += ["--compile", COMMON["compile"]]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             found[f"{case}, sizes to {most}"] = json.loads(out.splitlines()[-1])
             print(case, most, out.splitlines()[-1], flush=True)
@@ -234,9 +235,11 @@ def first_request(on: LLM, adapters: list[LoRARequest]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--compile", default="auto", choices=("auto", "inductor", "none"))
     parser.add_argument("--case", nargs=3, metavar=("CASE", "MOST", "MODEL"))
     parser.add_argument("--skip", nargs="*", default=[], help="parts to leave out")
     args = parser.parse_args()
+    COMMON["compile"] = args.compile
     if args.case is not None:
         case, most, model = args.case
         print(json.dumps(capture_case(case, int(most), Path(model))))

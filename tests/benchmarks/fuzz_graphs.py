@@ -1,4 +1,7 @@
-"""Random traffic on the signature checkpoint from graphs: ``python fuzz_graphs.py 100000``."""
+"""Random traffic on the signature checkpoint, from graphs.
+
+python tests/benchmarks/fuzz_graphs.py STEPS [SEED [DTYPE]]
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ SIGNS = ["down-1", "down-7", "down-9", "v-2", "v-5", "v-11"]
 
 def main() -> int:
     steps, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    dtype = sys.argv[3] if len(sys.argv) > 3 else "float32"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_signature_llama(folder / "m")
@@ -30,7 +34,7 @@ def main() -> int:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         llm = LLM(
             model, graph="cuda" if device == "cuda" else "recorded", device=device,
-            enable_lora=True, max_loras=3, max_num_seqs=8, max_num_batched_tokens=24,
+            dtype=dtype, enable_lora=True, max_loras=3, max_num_seqs=8, max_num_batched_tokens=24,
             max_model_len=64, num_kv_blocks=24, block_size=8,
         )  # fmt: skip
         start, done, wrong = time.perf_counter(), 0, False

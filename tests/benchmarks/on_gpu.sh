@@ -8,7 +8,8 @@ mkdir -p "$out"
 export PYTHONPATH=$PWD OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
 
 for seed in 1 2 3 4; do
-  python3 tests/benchmarks/fuzz_graphs.py 25000 "${seed}0000000" >"$out/fuzz$seed.log" 2>&1 &
+  dtype=float32 && ((seed % 2)) && dtype=bfloat16
+  python3 tests/benchmarks/fuzz_graphs.py 25000 "${seed}0000000" $dtype >"$out/fuzz$seed.log" 2>&1 &
 done
 for tool in memcheck racecheck; do
   for script in graphs kernels; do
@@ -20,8 +21,12 @@ for tool in memcheck racecheck; do
 done &
 python3 -m pytest -q -n 8 -p no:cacheprovider --ignore tests/test_smollm2.py \
   --deselect tests/test_graph_fuzz.py::test_no_wrong_token tests >"$out/tests.log" 2>&1
+failed=$?
 tail -n 30 "$out/tests.log"
 wait
+grep -q "exit code [^0]" "$out/sanitizer.log" && failed=1
+tail -qn 1 "$out"/fuzz*.log | grep -qv "wrong: none" && failed=1
 cat "$out/sanitizer.log"
 tail -qn 1 "$out"/fuzz*.log
 python3 tests/benchmarks/bench_graphs.py --out "$out/h200-graphs.json"
+exit $failed

@@ -1,10 +1,11 @@
 """A short run of a tiny model from CUDA graphs for compute-sanitizer, compared with eager steps.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=0 compute-sanitizer --tool memcheck --error-exitcode 9 \
-        python tests/benchmarks/sanitize_graphs.py
+    compute-sanitizer --tool memcheck --error-exitcode 9 python tests/benchmarks/sanitize_graphs.py
 
-and the same with ``--tool racecheck`` and ``--tool initcheck``. Every Triton kernel runs: shrink,
-expand, decode attention with one share and with several, store_kv; FULL, PIECEWISE and eager.
+and the same with ``--tool racecheck``. Graphs need torch's caching allocator, so memcheck sees its
+segments and not each tensor; `sanitize_kernels.py` runs the LoRA kernels without it. Every Triton
+kernel runs: shrink, expand, decode attention with one share and with several, store_kv; FULL,
+PIECEWISE and eager.
 """
 
 from __future__ import annotations
@@ -45,9 +46,8 @@ def main() -> None:
                 answers[graph] = [output.token_ids for output in outputs]
                 steps = {mode.name: llm.runner.num_steps[mode] for mode in GraphMode}
                 print(dtype, graph, steps, flush=True)
-            if graph == "cuda":
-                assert steps["FULL"] > 0, steps
-                assert steps["PIECEWISE"] > 0, steps
+                if graph == "cuda":
+                    assert min(steps["FULL"], steps["PIECEWISE"]) > 0, steps
             if dtype == "float32":
                 assert answers["cuda"] == answers["none"], answers
     torch.cuda.synchronize()
