@@ -6,11 +6,12 @@ from collections import Counter
 
 import torch
 
-from minilora.batch import Batch, GraphMode, StepBuffers, StepContext
+from minilora.batch import Batch, GraphMode, StepContext
 from minilora.graphs.base import Captured, GraphBackend
 from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
 from minilora.graphs.piecewise import PiecewiseGraph, capture_piecewise
 from minilora.model.llama import Llama
+from minilora.step_buffers import StepBuffers
 
 
 class ModelRunner:

@@ -12,16 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minilora.batch import (
-    NO_LORA,
-    Batch,
-    BatchDescriptor,
-    BatchRow,
-    GraphMode,
-    StepBuffers,
-    StepContext,
-)
+from minilora.batch import NO_LORA, Batch, BatchDescriptor, BatchRow, GraphMode, StepContext
 from minilora.engine.blocks import BlockPool
+from minilora.step_buffers import StepBuffers
 
 TENSORS = [
     "input_ids",

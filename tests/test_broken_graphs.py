@@ -20,7 +20,7 @@ from torch.nn.functional import linear
 import minilora.engine.core as core_module
 import minilora.model.layers as model_layers
 from minilora import LLM, LoRARequest, SamplingParams
-from minilora.batch import Batch, BatchDescriptor, BatchRow, GraphMode, StepBuffers
+from minilora.batch import Batch, BatchDescriptor, BatchRow, GraphMode
 from minilora.graphs.base import CaptureError
 from minilora.graphs.dispatcher import GraphDispatcher
 from minilora.lora.layers import LoraEmbedding, LoraLayer
@@ -28,6 +28,7 @@ from minilora.lora.slots import AdapterSlots
 from minilora.ops import packed
 from minilora.ops.kernel_meta import NO_LORA, KernelMeta
 from minilora.runner import ModelRunner
+from minilora.step_buffers import StepBuffers
 from minilora.testing.checker import StepChecker
 from minilora.testing.expected_step import check_step
 from minilora.testing.faults import FaultFound, FaultKind

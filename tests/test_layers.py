@@ -12,7 +12,7 @@ ROOT = Path(minilora.__file__).parent
 ROWS = [
     ["config"],
     ["ops"],
-    ["batch"],
+    ["batch", "step_buffers"],
     ["lora"],
     ["graphs"],
     ["model"],
@@ -74,7 +74,7 @@ def test_imports_only_from_rows_above(path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("ops.shrink", "from minilora.batch import StepBuffers"),
+        ("ops.shrink", "from minilora.batch import Batch"),
         ("lora.slots", "def late():\n    from minilora.engine.llm import LLM"),
         ("graphs.cuda", "import minilora.model.llama"),
         ("testing.oracle", "from minilora.ops import lora_shrink"),

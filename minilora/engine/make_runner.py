@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from minilora.batch import GraphMode, StepBuffers
+from minilora.batch import GraphMode
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 from minilora.graphs.base import GraphBackend, Static
@@ -17,6 +17,7 @@ from minilora.lora.layers import LayerOptions
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
 from minilora.runner import ModelRunner
+from minilora.step_buffers import StepBuffers
 
 logger = logging.getLogger("minilora")
 

@@ -21,13 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from minilora.batch import Batch, BatchRow, StepBuffers
+from minilora.batch import Batch, BatchRow
 from minilora.config.model import ModelConfig
 from minilora.graphs.dispatcher import GraphDispatcher
 from minilora.lora.layers import LayerOptions, LoraEmbedding, LoraLmHead
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
 from minilora.runner import ModelRunner
+from minilora.step_buffers import StepBuffers
 from minilora.testing import TinyLlama
 from minilora.testing.workloads import WORKLOADS, workload
 
