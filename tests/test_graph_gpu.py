@@ -11,6 +11,7 @@ import torch
 
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import GraphMode
+from minilora.model.fused import num_compilations
 from minilora.testing.invariants import is_lora_launch
 from tests.conftest import SignatureZoo
 
@@ -43,17 +44,23 @@ def compilations() -> Iterator[list[str]]:
     knobs.runtime.jit_cache_hook = before
 
 
-@pytest.mark.parametrize("graph", ["cuda", "none"])
+@pytest.mark.parametrize(
+    ("graph", "compile_"), [("cuda", "none"), ("none", "none"), ("cuda", "inductor")]
+)
 def test_p4_no_request_compiles_or_captures(
-    tiny_llama: Path, tiny_adapter: Callable[..., Path], compilations: list[str], graph: str
+    tiny_llama: Path,
+    tiny_adapter: Callable[..., Path],
+    compilations: list[str],
+    graph: str,
+    compile_: str,
 ) -> None:
     """vLLM 8559, 43009, 49903: the first request of a kind took seconds."""
     llm = LLM(
         tiny_llama, enable_lora=True, max_loras=3, max_lora_rank=16, max_num_seqs=20,
         max_num_batched_tokens=700, max_model_len=512, num_kv_blocks=600, dtype="bfloat16",
-        capture_sizes=[1, 2, 8, 20, 64], graph=graph,
+        capture_sizes=[1, 2, 8, 20, 64], graph=graph, compile=compile_,
     )  # fmt: skip
-    captured = len(llm.runner.graphs)
+    captured, compiled = len(llm.runner.graphs), num_compilations()
     compilations.clear()
     loras = [
         LoRARequest(f"r{r}", tiny_adapter(f"p4-{r}", r=r, target_modules="all-linear"))
@@ -66,6 +73,7 @@ def test_p4_no_request_compiles_or_captures(
                 picked = [chosen[row % len(chosen)] for row in range(rows)]
                 llm.generate([[7] * length] * rows, params, picked, progress=False)
     assert compilations == []
+    assert num_compilations() == compiled
     _add_one[(1,)](torch.zeros(1, device="cuda"))
     assert compilations == ["_add_one"], "the hook does see what is new"
     assert len(llm.runner.graphs) == captured

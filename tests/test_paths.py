@@ -144,11 +144,16 @@ def test_unknown_names_are_refused(tiny: Tiny) -> None:
 # ---- no LoRA
 
 
-@pytest.mark.parametrize("path", GRAPH_PATHS)
-def test_graphs_without_lora_are_those_of_a_model_without_lora(tiny: Tiny, path: str) -> None:
+COMPILED = [(path, "inductor") for path in GRAPH_PATHS if "CUDA" in path]
+
+
+@pytest.mark.parametrize(("path", "how"), [*((path, "none") for path in GRAPH_PATHS), *COMPILED])
+def test_graphs_without_lora_are_those_of_a_model_without_lora(
+    tiny: Tiny, path: str, how: str
+) -> None:
     """vLLM #25914: an idle adapter engine launches exactly what an engine without LoRA does."""
-    plain = tiny.factory(enable_lora=False)(**PATHS[path])
-    with_lora = tiny.factory()(**PATHS[path])
+    plain = tiny.factory(enable_lora=False, compile=how)(**PATHS[path])
+    with_lora = tiny.factory(compile=how)(**PATHS[path])
     assert {key.descriptor.num_active_loras for key in plain.runner.graphs} == {0}
     for key in plain.runner.graphs:
         assert with_lora.runner.nodes(key) == plain.runner.nodes(key)

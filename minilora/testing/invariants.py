@@ -34,15 +34,17 @@ def check_dispatch(key: GraphKey, batch: Batch) -> list[Fault]:
 
 def check_keys(dispatcher: GraphDispatcher, max_loras: int, max_num_seqs: int) -> list[Fault]:
     """Whether every captured count of adapters can occur at its size."""
-    return [
-        Fault(
-            FaultKind.UNREACHABLE_KEY,
-            f"{d.num_active_loras} adapters in {d.num_tokens} rows (max_loras={max_loras}, "
-            f"max_num_seqs={max_num_seqs})",
-        )
-        for d in (key.descriptor for key in dispatcher.keys)
-        if d.num_active_loras > min(max_loras, d.num_tokens, max_num_seqs)
-    ]
+    full = [k.descriptor.num_tokens for k in dispatcher.keys if k.mode is GraphMode.FULL]
+    covered, faults = max(full, default=0), []
+    for key in dispatcher.keys:
+        rows, count = key.descriptor.num_tokens, key.descriptor.num_active_loras
+        # Where FULL takes the uniform steps, a step has a request with two rows or more.
+        mixed = key.mode is GraphMode.PIECEWISE and covered >= min(rows, max_num_seqs)
+        if count > min(max_loras, rows - mixed, max_num_seqs):
+            limits = f"max_loras={max_loras}, max_num_seqs={max_num_seqs}"
+            text = f"{count} adapters in {rows} rows, {key.mode.name} ({limits})"
+            faults.append(Fault(FaultKind.UNREACHABLE_KEY, text))
+    return faults
 
 
 def is_lora_launch(node: str) -> bool:
