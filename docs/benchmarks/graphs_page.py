@@ -69,7 +69,9 @@ Machine: one {data["machine"]}. {data["versions"]}. Date: {data["date"]}.
 Command: `python tests/benchmarks/bench_graphs.py --compile none --out FILE.json`.
 Llama-2-7B shape, random weights, bfloat16, `max_num_seqs` 64, four slots of rank 16, FULL and
 PIECEWISE graphs, `compile="none"`: these were measured before `torch.compile` came. Times are
-medians. Not measured yet: the idle ratio over one set of weights, and larger maxima (P2).
+medians. The run was cut by its time limit before it wrote its file: the JSON was put together from
+what it printed, with idle times rounded. Not measured yet: the idle ratio over one set of weights,
+and larger maxima (P2).
 
 ## What capturing costs
 
@@ -88,10 +90,10 @@ layer, and the driver takes 5 to 7 KiB for each; the pool is shared by all graph
 
 The decode step at context 160 from the graph without LoRA, of an engine with `enable_lora=True`
 over one without, in turn, 200 replays each, twice. Published for vLLM: 1.105, then 1.014
-(#25914); vLLM 0.24 here: 1.024. Both engines launch the same kernels (a test compares them). Two
-engines have their weights in different places, which alone moves the ratio by some tenths of a
-percent: three processes gave 0.9997, 1.0012 and 1.0067 at one row. The goal, 1.003, is met where
-that does not show.
+(#25914); vLLM 0.24 here: 1.024. Our goal is 1.003. Three processes gave 0.9997, 1.0012 and 1.0067
+at one row, and 0.9995, 1.0029 and 1.0023 at eight; the table is the last of them, and misses the goal
+at one row. Both engines launch the same kernels (a test compares them). That their weights lie in
+different places may explain the spread; it has not been measured over one set of weights.
 
 {idle(data["idle"])}
 
