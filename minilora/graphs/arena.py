@@ -7,27 +7,43 @@ each other's scratch and outputs, and all of them together take about what the l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 
-@dataclass
+@dataclass(eq=False)
 class Lifetime:
     """One storage that a capture made.
 
     Attributes:
-        size: bytes.
+        storage: itself; while it is held, no other memory can get its identity.
         first: the launch that made it.
         last: the last launch that touched it; infinite if it must live to the end.
         tensors: every tensor that shows it.
     """
 
-    size: int
+    storage: torch.UntypedStorage
     first: int
     last: float
     tensors: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """Bytes, at least one; ``out=`` may have changed them since the launch."""
+        return max(1, self.storage.nbytes())
+
+    def shown_elsewhere(self) -> bool:
+        """Return whether something that the capture has not seen shows the memory.
+
+        Such as an ``nn.Parameter`` made of a result, or the storage as an object. It would go
+        on showing the old memory, so that must stay.
+        """
+        uses: int = torch._C._storage_Use_Count(self.storage._cdata)
+        # `storage` is one use; its references are ours, torch's and the argument of getrefcount.
+        return uses > len(self.tensors) + 1 or sys.getrefcount(self.storage) > 3
 
 
 class Arena:
@@ -45,6 +61,11 @@ class Arena:
         """Fill all of it with bytes that are NaN in every float type."""
         for block in self._blocks:
             block.fill_(0xFF)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shows memory of the arena."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(block.data_ptr() == address for block in self._blocks)
 
     def place(self, lifetimes: Iterable[Lifetime]) -> None:
         """Move the tensors of one capture into the arena."""

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,51 +24,14 @@ from torch.utils._pytree import tree_leaves
 from minilora.graphs.arena import Arena, Lifetime
 from minilora.graphs.base import CaptureError, GraphBackend, Static
 from minilora.graphs.refusals import refuse_host_read, refuse_launch, where
-from minilora.ops.scratch import filled, poison_
-
-_ALLOCATIONS = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_permuted",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-}
-
-
-@dataclass(frozen=True)
-class _Launch:
-    """One call of the tape.
-
-    Attributes:
-        fresh: the tensors it made, by their place among the leaves of its result.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    fresh: tuple[tuple[int, torch.Tensor], ...]
-
-    @property
-    def name(self) -> str:
-        name: str = self.func._schema.name
-        return name
-
-    def run(self) -> None:
-        """Make the call again; what it makes goes to the old addresses."""
-        if self.name in _ALLOCATIONS:
-            for _, tensor in self.fresh:
-                poison_(tensor)
-            return
-        result = tree_leaves(self.func(*self.args, **self.kwargs))
-        for place, tensor in self.fresh:
-            tensor.copy_(result[place])
+from minilora.graphs.tape import ALLOCATIONS, Launch
+from minilora.ops.scratch import filled
 
 
 class RecordedGraph:
     """A tape: the launches of a function, or of one piece of it."""
 
-    def __init__(self, capture: _RecordedCapture, launches: Sequence[_Launch], first: bool) -> None:
+    def __init__(self, capture: _RecordedCapture, launches: Sequence[Launch], first: bool) -> None:
         self._capture, self._launches, self._first = capture, launches, first
 
     @torch.no_grad()
@@ -88,7 +51,7 @@ class RecordedGraph:
 
     def nodes(self) -> list[str]:
         """Return the names of the launches in order, such as "aten::mm"; taking memory is none."""
-        return [launch.name for launch in self._launches if launch.name not in _ALLOCATIONS]
+        return [launch.name for launch in self._launches if launch.name not in ALLOCATIONS]
 
 
 class RecordedBackend(GraphBackend):
@@ -142,15 +105,22 @@ class _RecordedCapture:
         self.device = next((t.device.type for t in self._static.values()), "cpu")
         self._made: dict[int, Lifetime] = {}
         self._modes: list[Any] = []
-        self._launches: list[_Launch] = []
+        self._launches: list[Launch] = []
         self._held: Counter[int] = Counter()  # references of the tape to each tensor, by id
+        self._constants: dict[int, torch.Tensor] = {}  # Python numbers that torch made tensors of
+        self._assigning = False
         self._count = self._pieces = 0
 
     # ---- the protocol
 
     def begin(self) -> None:
+        if torch.is_inference_mode_enabled():
+            raise CaptureError(
+                "a capture under torch.inference_mode makes tensors that no replay may write; use "
+                "torch.no_grad"
+            )
         self._launches = []
-        self._modes = [_FunctionMode(), _DispatchMode(self.launch)]
+        self._modes = [_FunctionMode(self), _DispatchMode(self)]
         for mode in self._modes:
             mode.__enter__()
 
@@ -162,10 +132,11 @@ class _RecordedCapture:
     def finish(self) -> int:
         for key, life in self._made.items():
             self._close(key, life)
+        fixed = [life for life in self._made.values() if life.shown_elsewhere()]
+        self._arena.place(life for life in self._made.values() if life not in fixed)
         self.backend.ended()
-        self._arena.place(self._made.values())
-        self._made, self._static = {}, {}
-        return 0
+        self._made, self._static, self._constants = {}, {}, {}
+        return sum(life.size for life in fixed)
 
     def abandon(self) -> None:
         self._leave_modes()
@@ -183,16 +154,17 @@ class _RecordedCapture:
 
     def _close(self, key: int, life: Lifetime) -> None:
         """Fix a lifetime at the end: what somebody still holds lives on, as on CUDA."""
-        life.size = max(1, life.tensors[0].untyped_storage().nbytes())  # out= may have resized it
+        bases = {id(tensor._base) for tensor in life.tensors}
         for index in range(len(life.tensors)):
-            tensor = life.tensors[index]
-            if _storage(tensor) != key:
+            tensor_id = id(life.tensors[index])
+            if _storage(life.tensors[index]) != key:
                 raise CaptureError(
-                    f"a tensor {list(tensor.shape)} was made to show other memory during the "
-                    "capture (through .data, say); a graph cannot follow that"
+                    f"a tensor {list(life.tensors[index].shape)} was made to show other memory "
+                    "during the capture (through .data, say); a graph cannot follow that"
                 )
-            # Two references more than the tape's own: `tensor` and the argument of getrefcount.
-            if sys.getrefcount(tensor) > self._held[id(tensor)] + 2:
+            ours = self._held[tensor_id] + (_references_of_views() if tensor_id in bases else 0)
+            # One more is the argument of getrefcount; a local name here might or might not be.
+            if sys.getrefcount(life.tensors[index]) > ours + 1:
                 life.last = math.inf
 
     # ---- one launch
@@ -201,6 +173,8 @@ class _RecordedCapture:
         """Run one call and write it on the tape."""
         refuse_launch(func, args, kwargs)
         inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if self._assigning and func._schema.name == "aten::lift_fresh" and args[0].dim() == 0:
+            self._constants[_storage(args[0])] = args[0]
         for tensor in inputs:
             self._touch(func, tensor)
         with torch._C.DisableTorchFunction(), filled():
@@ -209,10 +183,12 @@ class _RecordedCapture:
         fresh = tuple(
             (place, leaf)
             for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and not self._known(leaf)
+            if isinstance(leaf, torch.Tensor) and self._is_fresh(func, leaf, inputs)
         )
         for _, tensor in fresh:
-            self._made[_storage(tensor)] = Lifetime(0, self._count, self._count)
+            self._made[_storage(tensor)] = Lifetime(
+                tensor.untyped_storage(), self._count, self._count
+            )
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 self._note(leaf)
@@ -220,15 +196,39 @@ class _RecordedCapture:
         if fresh or func._schema.is_mutable or not tensors:  # all else is a view: no launch
             self._held.update(id(tensor) for tensor in inputs)
             self._held.update(id(tensor) for _, tensor in fresh)
-            entry = _Launch(func, args, kwargs, fresh)
-            if entry.name in _ALLOCATIONS:
+            entry = Launch(func, args, kwargs, fresh)
+            if entry.name in ALLOCATIONS:
                 entry.run()  # fills it
             self._launches.append(entry)
             self._count += 1
         return result
 
     def _known(self, tensor: torch.Tensor) -> bool:
-        return _storage(tensor) in self._made or _storage(tensor) in self._static
+        key = _storage(tensor)
+        return key in self._made or key in self._static or key in self._constants
+
+    def _is_fresh(self, func: Any, result: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+        """Return whether a launch made a tensor's memory: if not, it got it as an argument."""
+        if not self._known(result) and not self._arena.holds(result):
+            return True
+        if result.numel() and not any(_storage(result) == _storage(x) for x in inputs):
+            raise CaptureError(
+                f"{where()}: {func._schema.name} returns memory that it keeps from call to call; "
+                "a graph needs a new tensor, or one that the op is given to write"
+            )
+        return False
+
+    @contextmanager
+    def assignment(self) -> Iterator[None]:
+        """Let torch make a tensor of a Python number, as it does on a CPU in ``y[0] = 1.0``.
+
+        On CUDA the number travels with the launch; so it does here, frozen.
+        """
+        self._assigning = True
+        try:
+            yield
+        finally:
+            self._assigning = False
 
     def _touch(self, func: Any, tensor: torch.Tensor) -> None:
         """Note that a launch reads or writes a tensor; refuse one that nobody declared."""
@@ -252,26 +252,44 @@ class _RecordedCapture:
 class _DispatchMode(TorchDispatchMode):
     """Hands every call that reaches the dispatcher to the capture."""
 
-    def __init__(self, launch: Callable[..., Any]) -> None:
+    def __init__(self, capture: _RecordedCapture) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._launch = launch
+        self._capture = capture
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self._launch(func, args, kwargs or {})
+        return self._capture.launch(func, args, kwargs or {})
 
 
 class _FunctionMode(TorchFunctionMode):
     """Refuses what reads a tensor on the host without a call to the dispatcher."""
 
+    def __init__(self, capture: _RecordedCapture) -> None:
+        super().__init__()
+        self._capture = capture
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         refuse_host_read(func)
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
+            with self._capture.assignment():
+                return func(*args)
         return func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: torch.Tensor) -> int:
     """Return what identifies a tensor's memory; its views have the same."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def _references_of_views() -> int:
+    """Return what views add to the Python references of their base: 1 in torch 2.13.
+
+    Measured, since it is an inner matter of torch.
+    """
+    base = torch.empty(1)
+    before = sys.getrefcount(base)
+    view = base.view(1)
+    return sys.getrefcount(base) - before if view._base is base else 0

@@ -44,6 +44,8 @@ def filled() -> Iterator[None]:
 
 def poison_(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a tensor with what nobody takes for a result: NaN, the largest integer, True."""
-    if tensor.is_floating_point() or tensor.is_complex():
+    if tensor.is_complex():
+        return tensor.fill_(complex(math.nan, math.nan))
+    if tensor.is_floating_point():
         return tensor.fill_(math.nan)
     return tensor.fill_(True if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max)
