@@ -586,6 +586,13 @@ def test_padding_that_reaches_real_rows(tensors: Any) -> None:
     assert kinds == {FaultKind.PADDING_LEAKS}
 
 
+@pytest.mark.parametrize("real", [[9, 9, 9], [4, 9, 9], [-1] * 3, [4, 4], [4, 4, 4, 1]], ids=str)
+def test_real_rows_that_would_hide_a_leak(tensors: Any, real: list[int]) -> None:
+    t = tensors
+    with pytest.raises(ValueError, match="real_rows"):
+        check_replay(lambda: t.x * 2, {"x": t.x}, t.steps, real_rows=real, backend=t.backend)
+
+
 def test_too_few_steps_or_no_tensor(tensors: Any) -> None:
     t = tensors
     with pytest.raises(ValueError, match="got 1 steps"):

@@ -91,9 +91,9 @@ layer, and the driver takes 5 to 7 KiB for each; the pool is shared by all graph
 The decode step at context 160 from the graph without LoRA, of an engine with `enable_lora=True`
 over one without, in turn, 200 replays each, twice. Published for vLLM: 1.105, then 1.014
 (#25914); vLLM 0.24 here: 1.024. Our goal is 1.003. Three processes gave 0.9997, 1.0012 and 1.0067
-at one row, and 0.9995, 1.0029 and 1.0023 at eight; the table is the last of them, and misses the goal
-at one row. Both engines launch the same kernels (a test compares them). That their weights lie in
-different places may explain the spread; it has not been measured over one set of weights.
+at one row, and 0.9995, 1.0029 and 1.0023 at eight; the table is the last of them, and misses the
+goal at one row. Both engines launch the same kernels (a test compares them). That their weights lie
+in different places may explain the spread; it has not been measured over one set of weights.
 
 {idle(data["idle"])}
 

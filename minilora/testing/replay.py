@@ -75,14 +75,28 @@ def check_replay(
         raise ValueError("check_replay got no inputs; name the buffers that a step writes")
     index = -1
     for index, values in enumerate(steps):
-        if real_rows is not None and index >= len(real_rows):
-            raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
+        if real_rows is not None:
+            _check_real_rows(real_rows, index, inputs)
         check.step(index, values, None if real_rows is None else real_rows[index])
         if check.faults:
             raise FaultFound(check.faults)
     if index < 1:
         raise ValueError(f"check_replay got {index + 1} steps; a frozen value shows from two on")
+    if real_rows is not None and len(real_rows) != index + 1:
+        raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
     return check.num_replays
+
+
+def _check_real_rows(real_rows: Sequence[int], index: int, inputs: Tensors) -> None:
+    """Refuse counts that would leave no padding where some is claimed, and so hide a leak."""
+    if index >= len(real_rows):
+        raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
+    most = min((len(buffer) for buffer in inputs.values() if buffer.dim()), default=0)
+    if not 0 <= real_rows[index] <= most:
+        raise ValueError(
+            f"check_replay: real_rows[{index}]={real_rows[index]} must be from 0 to {most}, the "
+            "rows of the inputs"
+        )
 
 
 class _ReplayCheck:
