@@ -593,6 +593,13 @@ def test_real_rows_that_would_hide_a_leak(tensors: Any, real: list[int]) -> None
         check_replay(lambda: t.x * 2, {"x": t.x}, t.steps, real_rows=real, backend=t.backend)
 
 
+def test_a_step_of_another_shape_is_refused(tensors: Any) -> None:
+    t = tensors
+    steps = [t.steps[0], {"x": t.steps[0]["x"][:1]}]
+    with pytest.raises(ValueError, match=r"step 1 gives 'x' the shape \[1, .*the buffer has \["):
+        check_replay(lambda: t.x * 2, {"x": t.x}, steps, backend=t.backend)
+
+
 def test_too_few_steps_or_no_tensor(tensors: Any) -> None:
     t = tensors
     with pytest.raises(ValueError, match="got 1 steps"):

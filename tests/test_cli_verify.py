@@ -86,7 +86,7 @@ def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     assert main(["inspect", "--graph", "recorded", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"graphs: \d+ graphs in [\d.]+ s", printed)
+    assert re.search(r"graphs \(recorded\): \d+ graphs in [\d.]+ s", printed)
     assert "run FULL with 4 rows (1 padding) and 2 groups" in printed
     assert re.search(r"token_lora_mapping\W+\[0, -1, 1, -1\]", printed)
     assert re.search(r"rank-5\W+5\W+1\W", printed)

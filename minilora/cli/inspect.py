@@ -25,7 +25,8 @@ def add_to(commands: Any) -> None:
         help="show a model's captured graphs, memory, slots and a step's buffers",
         description="Start an engine, serve three requests (two adapters and the base model, if "
         "there are so many), and show its graphs, its memory, its slots, and what the buffers of "
-        "its last step hold.",
+        "its last step hold. The made model runs from recorded graphs where there is no CUDA; with "
+        "--model on a CPU, ask for them with --graph recorded.",
     )
     parser.add_argument("--model", metavar="DIR", help="a checkpoint (default: a tiny made one)")
     parser.add_argument(
@@ -73,7 +74,8 @@ def _graphs(llm: LLM) -> Any:
     from rich.table import Table
 
     report = llm.capture_report
-    table = Table("mode", "adapters", "graphs", "seconds", "MiB", title=f"graphs: {report}")
+    title = f"graphs ({llm.config.graph}): {report}"
+    table = Table("mode", "adapters", "graphs", "seconds", "MiB", title=title)
     for case in report.cases:
         cells = case.mode.name, case.num_active_loras, case.graphs
         seconds, memory = f"{case.seconds:.2f}", f"{case.memory / _MIB:.1f}"
@@ -110,7 +112,7 @@ def _dispatch(llm: LLM) -> Any:
     table = Table("step", "rows", "adapters", "graph", "padding", title="which graph a step gets")
     limits = config.max_num_batched_tokens, config.max_num_seqs
     for choice in dispatch_table(llm.runner.dispatcher, *limits, slots):
-        table.add_row("decode" if choice.uniform else "with a prefill", *choice.columns())
+        table.add_row("decode" if choice.uniform else "mixed", *choice.columns())
     return table
 
 

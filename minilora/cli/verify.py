@@ -46,10 +46,16 @@ def add_to(commands: Any) -> None:
         "--lora", action="append", default=[], metavar="NAME=DIR", help="an adapter (repeatable)"
     )
     parser.add_argument(
-        "--path", action="append", metavar="NAME", help="only this path (repeatable)"
+        "--path",
+        action="append",
+        metavar="NAME",
+        help='only this path, such as "recorded FULL" (repeatable; default: all of this machine)',
     )
     parser.add_argument(
-        "--workload", action="append", metavar="NAME", help="only this workload (repeatable)"
+        "--workload",
+        action="append",
+        metavar="NAME",
+        help=f"only this workload (repeatable; default: {', '.join(_WORKLOADS)})",
     )
     parser.add_argument("--quick", action="store_true", help="fewer workloads")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the details")
@@ -75,21 +81,24 @@ def run(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> int:
     from rich.console import Console
 
-    from minilora.testing.parity import available_paths, run_parity
+    from minilora.testing.parity import PATHS, available_paths, run_parity
 
     console = Console()
     options = _options(args, adapters)
     if args.model and "capture_sizes" not in given(args, EngineConfig):
         console.print(f"graphs of {_SMALL_SIZES} rows; --capture-sizes takes others")
-    _print_row(console, _HEAD, "verdict")
+    here = [p for p in available_paths() if args.device != "cpu" or "CUDA" not in p]
     report = run_parity(
         _factory(model, options),
-        args.path or [p for p in available_paths() if args.device != "cpu" or "CUDA" not in p],
+        args.path or here,
         args.workload or (_QUICK if args.quick else _WORKLOADS),
         adapters=adapters,
-        on_row=lambda row: _print_row(console, _cells(row), "right" if row.ok else "WRONG"),
+        on_row=_row_printer(console),
     )
     _print_verdict(console, report)
+    if not args.path and len(here) < len(PATHS):
+        others = ", ".join(name for name in PATHS if name not in here)
+        console.print(f"not checked, for want of a CUDA device: {others}", highlight=False)
     if args.html:
         import torch
 
@@ -125,6 +134,18 @@ def _cells(row: ParityRow) -> tuple[str, ...]:
     return row.path, row.workload, str(row.steps), str(row.replays), eager, oracle
 
 
+def _row_printer(console: Any) -> Callable[[ParityRow], None]:
+    """Return what prints each row, and the head above the first."""
+    head = [_HEAD]
+
+    def show(row: ParityRow) -> None:
+        if head:
+            _print_row(console, head.pop(), "verdict")
+        _print_row(console, _cells(row), "right" if row.ok else "WRONG")
+
+    return show
+
+
 def _print_row(console: Any, cells: tuple[str, ...], verdict: str) -> None:
     """Print one line; a table that is only shown when all is done would look like a hang."""
     text = " ".join(
@@ -142,4 +163,7 @@ def _print_verdict(console: Any, report: ParityReport) -> None:
     steps = sum(row.steps for row in report.rows)
     replays = sum(row.replays for row in report.rows)
     verdict = "all right" if report.ok else "NOT right"
-    console.print(f"{steps} steps, {replays} of them replayed and compared bit for bit: {verdict}.")
+    compared = f"{replays} of them replayed and compared bit for bit"
+    if not replays:
+        compared = "none of them from a graph, so nothing was compared bit for bit"
+    console.print(f"{steps} steps, {compared}: {verdict}.", soft_wrap=True)

@@ -38,8 +38,9 @@ class Choice:
         chosen, (rows, groups) = self.key.descriptor, self.most_padding
         if self.key.mode is GraphMode.NONE:
             return _span(self.rows), _span(self.adapters), "none: eager", "-"
-        graph = f"{self.key.mode.name}, {chosen.num_tokens} rows, {chosen.num_active_loras} groups"
-        return _span(self.rows), _span(self.adapters), graph, f"up to {rows} rows, {groups} groups"
+        size = f"{_many(chosen.num_tokens, 'row')}, {_many(chosen.num_active_loras, 'group')}"
+        padding = f"up to {_many(rows, 'row')}, {_many(groups, 'group')}"
+        return _span(self.rows), _span(self.adapters), f"{self.key.mode.name}, {size}", padding
 
 
 def dispatch_table(
@@ -87,6 +88,10 @@ def _ranges(dispatcher: GraphDispatcher, limit: int, start: int) -> Iterator[tup
         if last >= first:
             yield first, last
             first = last + 1
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _span(span: tuple[int, int]) -> str:

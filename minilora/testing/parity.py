@@ -154,7 +154,7 @@ def _engines(
 def _refuse_unknown(what: str, names: Iterable[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
-            raise ConfigError(f"run_parity: there is no {what} {name!r}; {known_names(known)}")
+            raise ConfigError(f"there is no {what} {name!r}; {known_names(known)}")
 
 
 def _run(

@@ -68,7 +68,8 @@ def check_replay(
 
     Raises:
         FaultFound: naming each fault.
-        ValueError: fewer than two steps, or `fn` returns no tensor.
+        ValueError: fewer than two steps, a value of another shape than its buffer, `real_rows`
+            that do not fit, or `fn` returns no tensor.
     """
     check = _ReplayCheck(fn, inputs, state or {}, scratch or {}, backend)
     if not inputs:
@@ -115,6 +116,11 @@ class _ReplayCheck:
         for name, buffer in self._inputs.items():
             if name not in values:
                 raise ValueError(f"check_replay: {self._where} has no value for input {name!r}")
+            if values[name].shape != buffer.shape:
+                raise ValueError(
+                    f"check_replay: {self._where} gives {name!r} the shape "
+                    f"{list(values[name].shape)}, but the buffer has {list(buffer.shape)}"
+                )
             buffer.copy_(values[name])
         before = {name: tensor.clone() for name, tensor in self._fixed.items()}
         eager, after_eager = self._run(self._fn, before)

