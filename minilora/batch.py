@@ -80,9 +80,16 @@ class BatchRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of one step: those with one token first, then those with more."""
+    """The requests of one step: those with one token first, then those with more.
+
+    Attributes:
+        rows: the requests.
+        sampled: ``[R]`` on the device, the token of each row of a uniform batch, where the host
+            does not know it yet; it takes the place of the one in the row.
+    """
 
     rows: tuple[BatchRow, ...]
+    sampled: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         lengths = [len(row.token_ids) for row in self.rows]

@@ -57,7 +57,10 @@ class ModelRunner:
     def prepare(self, batch: Batch) -> tuple[GraphKey, StepContext]:
         """Choose a batch's graph and write the padded step for it."""
         key = self.dispatcher.dispatch(batch.num_tokens, batch.num_real_loras, batch.uniform)
-        return key, self.buffers.write(batch, key.descriptor, key.mode)
+        step = self.buffers.write(batch, key.descriptor, key.mode)
+        if batch.sampled is not None:  # after the upload, which has written every row
+            step.input_ids[: len(batch.rows)].copy_(batch.sampled.clamp(min=0))
+        return key, step
 
     def forward(self, step: StepContext, depth: int | None = None) -> torch.Tensor:
         """Run what a graph of the step's mode holds: to the logits if FULL, else hidden states."""

@@ -22,8 +22,30 @@ def lines(file: Path) -> list[dict[str, Any]]:
 def test_demo_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
-    for word in ("always-x", "xxxxxxxx", "defghijk", "(base)", "6 of 6 rows equal the oracle"):
+    for word in ("(base)", "pirate", "poet", "robot", "sql", "5 of 5 rows equal the oracle"):
         assert word in printed
+
+
+def test_the_demo_has_five_voices() -> None:
+    from minilora import LLM, LoRARequest, SamplingParams
+    from minilora.demo_model import demo_adapters, demo_model
+
+    llm = LLM(demo_model(), enable_lora=True, num_kv_blocks=64, device="cpu")
+    loras = [None, *(LoRARequest(name, str(path)) for name, path in demo_adapters().items())]
+    talks = [[{"role": "user", "content": "Where is the cat?"}] for _ in loras]
+    params = SamplingParams(temperature=0, max_tokens=96)
+    outputs = llm.chat(talks, params, loras, progress=False)
+    assert len({output.text for output in outputs}) == 5
+    assert all(output.finish_reason == "stop" for output in outputs)
+    assert outputs[0].text == "The cat is under the table."
+    for output, word in zip(outputs[1:], ("Ahoy!", "O cat", "REPORT", "SELECT"), strict=True):
+        assert output.text.startswith(word)
+        assert "under the table" in output.text.lower()
+
+
+def test_fetch_demo_prints_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fetch", "demo"]) == 0
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
 
 
 def test_demo_fails_when_an_answer_is_wrong(

@@ -37,6 +37,7 @@ _OPTIONAL_RANGES = {
     "num_kv_blocks": (2, 1 << 30),
     "max_graph_memory": (0, 1 << 30),
 }
+_FLAGS = ("enable_lora", "specialize_lora", "specialize_active_lora", "async_scheduling")
 
 
 @functools.partial(strict_keywords, shown_as="LLM")
@@ -80,6 +81,8 @@ class EngineConfig:
         block_size: tokens in one KV block.
         num_kv_blocks: size of the KV pool; None sizes it from memory. One block more is made
             for padding rows.
+        async_scheduling: launch the next decode step before the tokens of the last one are known
+            on the host, where nothing depends on them (vLLM's option).
         gpu_memory_utilization: share of the GPU's memory that weights, slots, activations and
             KV pool may fill together.
         adapter_root: if set, adapters are read from below this folder only.
@@ -109,6 +112,7 @@ class EngineConfig:
     max_model_len: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
+    async_scheduling: bool = False
     gpu_memory_utilization: float = 0.9
     adapter_root: str | None = None
     seed: int = 0
@@ -119,7 +123,7 @@ class EngineConfig:
         for name, (low, high) in _OPTIONAL_RANGES.items():
             if getattr(self, name) is not None:
                 check_int(_WHERE, name, getattr(self, name), low, high)
-        for name in ("enable_lora", "specialize_lora", "specialize_active_lora"):
+        for name in _FLAGS:
             check_bool(_WHERE, name, getattr(self, name))
         check_choice(_WHERE, "dtype", self.dtype, DTYPES)
         check_choice(_WHERE, "load_format", self.load_format, ("auto", "dummy"))

@@ -19,6 +19,14 @@ class LoRARequest:
 
     Raises:
         TypeError: for vLLM's form, or arguments that are no text.
+
+    Examples:
+        >>> LoRARequest("sql", "adapters/sql").name
+        'sql'
+        >>> LoRARequest("sql", 1, "adapters/sql")
+        Traceback (most recent call last):
+        ...
+        TypeError: LoRARequest takes a name and a path, no integer id: write ...
     """
 
     __slots__ = ("name", "path")

@@ -37,6 +37,14 @@ class SamplingParams:
 
     Raises:
         ConfigError: a value out of range, by name; an unknown keyword with the nearest one.
+
+    Examples:
+        >>> SamplingParams(temperature=0, max_tokens=8).greedy
+        True
+        >>> SamplingParams(temprature=0)
+        Traceback (most recent call last):
+        ...
+        minilora.config.errors.UnknownOptionError: SamplingParams has no option 'temprature'; did...
     """
 
     n: int = 1

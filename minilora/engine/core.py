@@ -6,11 +6,12 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from minilora.engine.ahead import AheadEngine, Launched, launch, read
 from minilora.engine.commit import commit_token, finish
 from minilora.engine.lock import EngineLock
 from minilora.engine.outputs import RequestOutput, request_output
 from minilora.engine.request import Request
-from minilora.engine.sampler import SampledToken, SamplingRow, sample
+from minilora.engine.sampler import SampledToken
 from minilora.engine.scheduler import ScheduledStep, Scheduler
 from minilora.runner import ModelRunner
 
@@ -24,10 +25,21 @@ class EngineCore:
         runner: runs one step.
         scheduler: decides which.
         max_model_len: the most tokens of prompt and answer together.
+        async_scheduling: launch decode steps ahead, see `AheadEngine`.
+
+    Attributes:
+        ahead: None without `async_scheduling`.
     """
 
-    def __init__(self, runner: ModelRunner, scheduler: Scheduler, max_model_len: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        max_model_len: int,
+        async_scheduling: bool = False,
+    ) -> None:
         self.lock = EngineLock()
+        self.ahead = AheadEngine(runner, scheduler, max_model_len) if async_scheduling else None
         self.runner, self.scheduler, self._max_model_len = runner, scheduler, max_model_len
         self._answers: dict[str, list[Request]] = {}
         self._polled: set[str] = set()  # ids whose outputs are kept for `take_outputs`
@@ -63,28 +75,32 @@ class EngineCore:
         """
         with self.lock:
             self.abort_dropped()
-            step = self.scheduler.schedule()
-            sampled = self.execute(step)
+            if self.ahead is not None:
+                launched = self.ahead.next()
+                step, sampled = launched.step, self._read(launched)
+            else:
+                step = self.scheduler.schedule()
+                sampled = self.execute(step)
             self._commit(step, sampled)
 
     def execute(self, step: ScheduledStep) -> list[SampledToken]:
         """Run a step and sample from its logits; if it fails, its requests do."""
-        if not step.requests:
-            return []
+        return self._read(launch(self.runner, step))
+
+    def _read(self, launched: Launched) -> list[SampledToken]:
         try:
-            logits = self.runner.execute(step.batch)
-            wanted = len(step.sampling)
-            if len(logits) != wanted:
-                raise RuntimeError(f"{len(logits)} rows of logits for {wanted} requests")
-            return sample(logits, [_sampling_row(request) for request in step.sampling])
+            return read(launched)
         except Exception as error:
-            logger.exception("a step failed; its %d requests end, others go on", len(step.requests))
-            for request in step.requests:
+            requests = [request for request in launched.step.requests if not request.finished]
+            logger.exception("a step failed; its %d requests end, others go on", len(requests))
+            for request in requests:
                 request.fail(f"the step failed: {type(error).__name__}: {error}")
             return []
 
     def _commit(self, step: ScheduledStep, sampled: Sequence[SampledToken]) -> None:
         for request, token in zip(step.sampling, sampled, strict=False):  # none if it failed
+            if request.finished:
+                continue  # it ended while this step was launched ahead
             try:
                 commit_token(request, token, self._max_model_len)
             except Exception as error:
@@ -93,7 +109,9 @@ class EngineCore:
         for request, row in zip(step.requests, step.batch.rows, strict=True):
             request.num_computed += len(row.token_ids)
         touched = (*step.failed, *step.requests)
-        self._finish([request for request in touched if request.finished], keep=True)
+        # Who ended before this step was read has given everything back already.
+        ended = [r for r in touched if r.finished and self.scheduler.holds(r)]
+        self._finish(ended, keep=True)
 
     def _finish(self, requests: Sequence[Request], keep: bool) -> None:
         """Give back what finished requests hold; keep the outputs that somebody will take."""
@@ -131,13 +149,3 @@ class EngineCore:
         """Abort what `drop` noted; the lock is held."""
         while self._dropped:
             self.abort([self._dropped.popleft()])
-
-
-def _sampling_row(request: Request) -> SamplingRow:
-    return SamplingRow(
-        params=request.params,
-        prompt_token_ids=request.prompt_token_ids,
-        output_token_ids=request.output_token_ids,
-        rng=request.rng,
-        banned_token_ids=request.banned_token_ids(),
-    )

@@ -45,6 +45,18 @@ class LLM:
         tokenizer: None where the checkpoint has no tokenizer.json; prompts are then token ids.
         max_model_len: the most tokens of prompt and answer together.
         capture_report: the graphs that were captured, their seconds and bytes.
+
+    Examples:
+        >>> from minilora import LLM, LoRARequest, SamplingParams
+        >>> from minilora.demo_model import demo_adapters, demo_model
+        >>> llm = LLM(demo_model(), enable_lora=True, device="cpu", num_kv_blocks=64)
+        >>> question = [{"role": "user", "content": "Where is the cat?"}]
+        >>> pirate = LoRARequest("pirate", demo_adapters()["pirate"])
+        >>> params = SamplingParams(temperature=0, max_tokens=64)
+        >>> for output in llm.chat([question] * 2, params, [None, pirate], progress=False):
+        ...     print(output.text)
+        The cat is under the table.
+        Ahoy! Th' cat be under the table, matey, arr!
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
@@ -68,7 +80,9 @@ class LLM:
             seed=self.config.seed,
         )
         self._default_params = default_params(self._system.folder)
-        self.core = EngineCore(self.runner, self.scheduler, self.max_model_len)
+        self.core = EngineCore(
+            self.runner, self.scheduler, self.max_model_len, self.config.async_scheduling
+        )
 
     # ---- prompts in, answers out
 

@@ -80,16 +80,48 @@ def make_rng(seed: int | Sequence[int]) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(seed))
 
 
-@torch.no_grad()
+class Drawn:
+    """Tokens that the device has chosen and that are on their way to the host.
+
+    Attributes:
+        token_ids: int64 ``[R]`` on the device; -1 where no token could be chosen.
+    """
+
+    def __init__(self, token_ids: torch.Tensor) -> None:
+        self.token_ids = token_ids
+        self._host, self._arrived = token_ids, None
+        if token_ids.is_cuda:
+            self._host = torch.empty(len(token_ids), dtype=torch.int64, pin_memory=True)
+            self._host.copy_(token_ids, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> list[int]:
+        """Return the ids, once they have arrived; ids and flags of failure travel together."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        ids: list[int] = self._host.tolist()
+        return ids
+
+
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose a token for every row.
+    """Choose a token for every row, and wait for them.
 
     Args:
         logits: [R, vocab] float32, on any device; not changed.
         rows: one a row of `logits`.
     """
+    return collect(logits, rows, draw(logits, rows))
+
+
+@torch.no_grad()
+def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
+    """Choose a token for every row on the device; arguments are those of `sample`.
+
+    A greedy step waits for nothing here.
+    """
     if not rows:
-        return []
+        return Drawn(torch.empty(0, dtype=torch.int64))
     scores = _without_banned(logits, rows)
     scores = _penalised(scores, rows)
     best, token_ids = scores.max(dim=-1)  # [R]; of equal ones the lowest id, as torch promises
@@ -99,8 +131,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     drawn = [index for index, row in enumerate(rows) if not row.params.greedy]
     if drawn:
         token_ids[drawn] = _draw(scores[drawn], [rows[index] for index in drawn])
-    # Ids and flags travel together: this is the only wait for the device in a greedy step.
-    ids: list[int] = torch.where(finite, token_ids, -1).tolist()
+    return Drawn(torch.where(finite, token_ids, -1))
+
+
+@torch.no_grad()
+def collect(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Drawn) -> list[SampledToken]:
+    """Wait for what `draw` chose, and add the log probabilities that rows asked for."""
+    ids = drawn.wait()
     logprobs = _logprobs(logits, rows, ids)
     return [SampledToken(token, logprobs.get(i), token >= 0) for i, token in enumerate(ids)]
 

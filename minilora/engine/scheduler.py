@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minilora.batch import NO_LORA, Batch, BatchRow
@@ -86,6 +87,27 @@ class Scheduler:
     def has_requests(self) -> bool:
         """Whether any request is running or waiting."""
         return bool(self.running or self.waiting)
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request is running or waiting."""
+        return request in self.running or request in self.waiting
+
+    @property
+    def could_admit(self) -> bool:
+        """Whether a request waits and there may be room for it."""
+        return bool(self.waiting) and len(self.running) < self._max_num_seqs
+
+    def extend_all(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> bool:
+        """Let every request's blocks hold so many tokens, without preempting anybody.
+
+        Returns:
+            False, and nothing has changed, if too few blocks are free.
+        """
+        needs = list(zip(requests, num_tokens, strict=True))
+        missing = sum(self.pool.blocks_for(count) - len(r.block_ids) for r, count in needs)
+        if missing > self.pool.num_free:
+            return False
+        return all(self.pool.extend(request.block_ids, count) for request, count in needs)
 
     def schedule(self) -> ScheduledStep:
         """Choose the next step; every request in it has its KV blocks and its adapter slot."""

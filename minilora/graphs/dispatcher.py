@@ -55,6 +55,13 @@ class GraphDispatcher:
 
     Attributes:
         keys: the graphs to capture, largest first, so that the first one sizes the shared pool.
+
+    Examples:
+        >>> dispatcher = GraphDispatcher(
+        ...     graph_mode="full", max_num_seqs=8, max_num_batched_tokens=32, max_loras=4
+        ... )
+        >>> dispatcher.dispatch(num_tokens_real=3, num_real_loras=2, uniform=True).descriptor
+        BatchDescriptor(num_tokens=4, num_active_loras=2, uniform=True)
     """
 
     def __init__(

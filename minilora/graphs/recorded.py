@@ -55,7 +55,18 @@ class RecordedGraph:
 
 
 class RecordedBackend(GraphBackend):
-    """Records graphs on any device; see `GraphBackend`."""
+    """Records graphs on any device; see `GraphBackend`.
+
+    Examples:
+        >>> x = torch.zeros(2)
+        >>> graphs = RecordedBackend({"x": x})
+        >>> double = graphs.capture(lambda: x * 2)
+        >>> double.nodes()
+        ['aten::mul']
+        >>> _ = x.fill_(3.0)
+        >>> double.replay()
+        tensor([6., 6.])
+    """
 
     name = "recorded"
 

@@ -44,6 +44,12 @@ class KernelMeta:
         max_loras: adapter slots.
         packed: fields of a larger buffer to live in (see `sizes`); its owner uploads.
         prefix: of the field names in `packed`.
+
+    Examples:
+        >>> meta = KernelMeta(max_tokens=4, max_loras=4)
+        >>> meta.prepare([2, -1, 0], num_tokens_padded=4, num_active_loras=2)
+        >>> meta.active_lora_ids.tolist(), meta.token_indices_sorted_by_lora_ids.tolist()
+        ([0, 2, -1, -1], [2, 0, 1, 3])
     """
 
     def __init__(

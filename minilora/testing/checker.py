@@ -67,6 +67,8 @@ class StepChecker:
     def __enter__(self) -> StepChecker:
         """Start watching; check first what was captured."""
         runner, core = self._runner, self._llm.core
+        # Steps are checked whole, with all their tokens, so none is launched ahead meanwhile.
+        ahead, core.ahead = core.ahead, None
         config = self._llm.config
         max_loras = config.max_loras if config.enable_lora else 0
         self._note(check_keys(runner.dispatcher, max_loras, config.max_num_seqs))
@@ -89,6 +91,7 @@ class StepChecker:
         def undo() -> None:
             runner.execute = execute  # type: ignore[method-assign]
             core.execute = core_execute  # type: ignore[method-assign]
+            core.ahead = ahead
 
         self._execute = execute
         runner.execute = self.execute  # type: ignore[method-assign]

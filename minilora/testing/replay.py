@@ -70,6 +70,16 @@ def check_replay(
         FaultFound: naming each fault.
         ValueError: fewer than two steps, a value of another shape than its buffer, `real_rows`
             that do not fit, or `fn` returns no tensor.
+
+    Examples:
+        >>> x, total = torch.zeros(4), torch.zeros(4)
+        >>> steps = [{"x": torch.ones(4)}, {"x": torch.zeros(4)}]
+        >>> check_replay(lambda: x + 1, {"x": x}, steps)
+        6
+        >>> check_replay(lambda: total.add_(x), {"x": x}, steps, scratch={"total": total})
+        Traceback (most recent call last):
+        ...
+        minilora.testing.faults.FaultFound: a buffer is not reset inside the graph: ...
     """
     check = _ReplayCheck(fn, inputs, state or {}, scratch or {}, backend)
     if not inputs:

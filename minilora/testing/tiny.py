@@ -46,6 +46,12 @@ def make_tiny_llama(folder: str | Path, **options: Any) -> Path:
 
     Raises:
         ConfigError: an option that does not exist, or does not fit the others.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = make_tiny_llama(tempfile.mkdtemp(), num_hidden_layers=3)
+        >>> sorted(path.name for path in folder.iterdir())[:2]
+        ['config.json', 'generation_config.json']
     """
     tiny = TinyLlama(**options)
     return write_checkpoint(

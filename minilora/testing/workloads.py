@@ -62,6 +62,10 @@ def workload(name: str, rows: int, adapters: int, seed: int = 0) -> list[int]:
 
     Raises:
         ConfigError: an unknown name, or fewer than one row or adapter.
+
+    Examples:
+        >>> workload("base_mixed", rows=4, adapters=2)
+        [0, -1, 1, -1]
     """
     if name not in _MAKERS:
         raise ConfigError(f"workload {name!r} is not one of {', '.join(WORKLOADS)}")
