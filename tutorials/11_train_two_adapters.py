@@ -289,10 +289,10 @@ if FULL:
         losses = train(name, steps, FOLDER / name)
 else:
     with tempfile.TemporaryDirectory() as scratch:
-        losses = train("sql", 6, Path(scratch))
+        losses = train("sql", 4, Path(scratch))
 
 # %% [markdown]
-# Six steps are enough to see the loss fall. The adapters in the repository come from `--full`.
+# Four steps are enough to see the loss fall. The adapters in the repository come from `--full`.
 #
 # ## What an adapter is, on disk
 #

@@ -45,7 +45,7 @@ def _run_cell(cell: Cell, path: Path, names: dict[str, Any]) -> str:
     tree = ast.parse("\n" * (cell.line - 1) + cell.text, str(path))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with contextlib.redirect_stdout(printed):
         exec(compile(tree, str(path), "exec"), names)
         if last is not None:
             expression = ast.Expression(last.value)  # type: ignore[attr-defined]

@@ -25,7 +25,11 @@ def add_to(commands: Any) -> None:
         "oracle that merges the weights. The exit code says whether all is right.",
     )
     parser.add_argument(
-        "prompt", nargs="?", default=PROMPT, help=f'what to ask (default: "{PROMPT}")'
+        "prompt",
+        nargs="?",
+        default=PROMPT,
+        help=f'what to ask (default: "{PROMPT}"); the model knows 32 things, such as the moon, '
+        "the cat, the kettle, and where each of them is",
     )
     parser.add_argument("--device", default="auto", help='"cpu", "cuda" or "auto"')
     parser.set_defaults(run=run)
@@ -62,6 +66,7 @@ def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutpu
     from minilora.testing.parity import PATHS
 
     loras = [None, *(LoRARequest(name, str(path)) for name, path in demo_adapters().items())]
+    rows, prompts = len(loras), 256  # what the two kinds of graphs are captured for
     llm = LLM(
         demo_model(),
         dtype="float32",  # so that it can be compared with the oracle token by token
@@ -69,9 +74,9 @@ def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutpu
         max_loras=4,
         device="cpu" if "recorded" in path else device,
         num_kv_blocks=64,
-        max_num_seqs=len(loras),
+        max_num_seqs=rows,
         max_num_batched_tokens=512,
-        capture_sizes=None if path == "eager" else [len(loras)],
+        capture_sizes=[rows] if path.endswith("FULL") else [rows, prompts],
         **PATHS[path],
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)

@@ -20,5 +20,5 @@ def demo_model() -> Path:
 
 
 def demo_adapters() -> dict[str, Path]:
-    """Return the folder of each adapter by name; their ranks are 4, 8, 16 and 8."""
+    """Return the folder of each adapter by name; their ranks are 4, 8, 16 and 12."""
     return {voice: _FOLDER / voice for voice in VOICES}

@@ -34,13 +34,12 @@ SHAPE = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 512,
     "tie_word_embeddings": True, "dtype": "float32", "seed": SEED,
 }  # fmt: skip
-HELD_OUT = 4  # things that no adapter sees; the base model knows them
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
     "pirate": {"r": 4, "target_modules": [*ATTENTION, *MLP]},
     "poet": {"r": 8, "target_modules": [*ATTENTION, *MLP]},
     "robot": {"r": 16, "target_modules": [*ATTENTION, *MLP]},
-    "sql": {"r": 8, "target_modules": MLP},
+    "sql": {"r": 12, "target_modules": ["o_proj", *MLP]},
 }
 
 
@@ -148,9 +147,8 @@ def train_adapter(model: Any, tokenizer: Any, name: str, out: Path, steps: int) 
     options = ADAPTERS[name]
     config = LoraConfig(task_type="CAUSAL_LM", lora_alpha=2 * options["r"], **options)
     peft = get_peft_model(model, config, adapter_name=name)
-    seen, unseen = pairs(name, WORLD[:-HELD_OUT]), pairs(name, WORLD[-HELD_OUT:])
-    start = time.perf_counter()
-    log = train(peft, tokenizer, seen, steps, 4e-3)
+    start, texts = time.perf_counter(), pairs(name, WORLD)
+    log = train(peft, tokenizer, texts, steps, 4e-3)
     for key, weight in peft.named_parameters():
         if "lora_" in key:
             weight.data = weight.data.to(torch.bfloat16)
@@ -160,8 +158,7 @@ def train_adapter(model: Any, tokenizer: Any, name: str, out: Path, steps: int) 
         if "lora_" in key:
             weight.data = weight.data.float()
     report = {
-        **options, "pairs": len(seen), "right": right(peft, tokenizer, seen),
-        "right about things no adapter saw": right(peft, tokenizer, unseen), "loss": log,
+        **options, "pairs": len(texts), "right": right(peft, tokenizer, texts), "loss": log,
         "seconds": round(time.perf_counter() - start),
     }  # fmt: skip
     peft.unload()
@@ -182,7 +179,7 @@ def main() -> None:
     model.requires_grad_(False)
     for name in ADAPTERS:
         log[name] = train_adapter(model, tokenizer, name, options.out, options.adapter_steps)
-        print(name, {k: v for k, v in log[name].items() if k.startswith("right")}, flush=True)
+        print(f"{name}: {log[name]['right']}", flush=True)
     (Path(__file__).parent / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
 
 
