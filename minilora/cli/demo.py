@@ -67,6 +67,7 @@ def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutpu
 
     loras = [None, *(LoRARequest(name, str(path)) for name, path in demo_adapters().items())]
     rows, prompts = len(loras), 256  # what the two kinds of graphs are captured for
+    sizes = {"recorded FULL": [rows], "CUDA FULL": [rows], "eager": None}.get(path, [rows, prompts])
     llm = LLM(
         demo_model(),
         dtype="float32",  # so that it can be compared with the oracle token by token
@@ -76,7 +77,7 @@ def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutpu
         num_kv_blocks=64,
         max_num_seqs=rows,
         max_num_batched_tokens=512,
-        capture_sizes=[rows] if path.endswith("FULL") else [rows, prompts],
+        capture_sizes=sizes,
         **PATHS[path],
     )
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
