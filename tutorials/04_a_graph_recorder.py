@@ -113,9 +113,7 @@ class Graph(TorchDispatchMode):
             raise RuntimeError(f"{func.name()} takes a number from a tensor; a graph cannot")
         for tensor in (*args, *(kwargs or {}).values()):
             if isinstance(tensor, torch.Tensor) and self.where(tensor) not in self.storages:
-                raise RuntimeError(
-                    f"{func.name()} reads a tensor {list(tensor.shape)}, undeclared"
-                )
+                raise RuntimeError(f"{func.name()} reads a tensor {list(tensor.shape)}, undeclared")
         out = func(*args, **(kwargs or {}))
         fresh = isinstance(out, torch.Tensor) and self.where(out) not in self.storages
         if fresh:

@@ -127,8 +127,8 @@ print("launches without LoRA:", beside[False].nodes())
 # %% [markdown]
 # The graph without LoRA clears a buffer that nobody reads: a launch for each layer and slice, in
 # the steps that were to cost nothing. In vLLM, having LoRA enabled made a batch without adapters
-# 10 percent slower than LoRA switched off;
-# #25914 gave such batches graphs of their own and moved the reset to where it is needed.
+# 10 percent slower than LoRA switched off; vLLM #25914 gave such batches graphs of their own and
+# moved the reset to where it is needed.
 #
 # ## Third place: inside the op
 #

@@ -19,7 +19,36 @@ from render import notebook, page, result_of, tutorial_paths
 ROOT = Path(__file__).resolve().parents[2]
 
 # tutorial: a line of it, and what undoes its lesson
-SABOTAGES: dict[str, tuple[str, str]] = {}
+SABOTAGES: dict[str, tuple[str, str]] = {
+    "01_lora_in_ten_lines": (
+        "y = x @ W.T  # [T, out], every row at once",
+        'y = x @ merged["A"].T  # one adapter for all',
+    ),
+    "02_one_batch_many_adapters": (
+        "gathered = torch.where((slots >= 0)[:, None], base + update, base)",
+        "gathered = base + update",
+    ),
+    "03_shrink_and_expand_kernels": (
+        "        h_tile += split * num_tokens * R  # a place of its own for each split",
+        "        h_tile += 0 * num_tokens * R  # one place for all splits",
+    ),
+    "04_a_graph_recorder": (
+        "fresh.copy_(out)  # at the old address",
+        "pass  # new memory at each replay",
+    ),
+    "05_padding_garbage": (
+        "    slot_mapping.copy_(torch.tensor(slots + padding))",
+        "    slot_mapping[: len(slots)] = torch.tensor(slots)",
+    ),
+    "06_buffers_that_must_be_reset": (
+        "    h.zero_()\n    shrink_adding()",
+        "    shrink_adding()",
+    ),
+    "08_graphs_by_number_of_adapters": (
+        "    return sorted(set(slots) - {-1})",
+        "    return sorted(set(slots))",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

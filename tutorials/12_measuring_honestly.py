@@ -1,0 +1,265 @@
+# %% [markdown]
+# # 12. Measuring honestly
+#
+# "Our kernel takes ten microseconds." It takes two milliseconds; ten microseconds is how long
+# Python needed to *ask* for it. Speed is easy to measure wrongly, and wrong numbers look as good
+# as right ones. This tutorial makes five mistakes on purpose, each with a machine simple enough
+# to know the truth, and mends them. The checks use simulated clocks, so that they hold on any
+# machine.
+#
+# **You will learn**
+#
+# - why a timer around a launch measures the launch;
+# - what the first call pays that no other does, and how a cache makes a benchmark three times too
+#   fast;
+# - why one number is not a result, and how pairs survive a machine that drifts.
+#
+# **You need** nothing but Python. Ten minutes to read, ten seconds to run, on a CPU.
+
+# %%
+import json
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from queue import Queue
+
+import matplotlib.pyplot as plt
+import torch
+
+# %% [markdown]
+# ## A timer around a launch
+#
+# A GPU takes orders into a queue and works through them by itself. Here is one made of a thread:
+# `launch` returns at once, the work is done later, `synchronize` waits for all of it. Our kernel
+# takes 20 milliseconds. Predict what a timer around `launch` shows.
+
+
+# %%
+class Device:
+    """Does the work of its launches one after another, beside the host."""
+
+    def __init__(self) -> None:
+        self.queue: Queue[float] = Queue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            time.sleep(self.queue.get())
+            self.queue.task_done()
+
+    def launch(self, seconds: float) -> None:
+        self.queue.put(seconds)
+
+    def synchronize(self) -> None:
+        self.queue.join()
+
+
+def timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+device, kernel = Device(), 0.02
+naive = timed(lambda: device.launch(kernel))
+device.synchronize()
+
+
+def waiting() -> None:
+    device.launch(kernel)
+    device.synchronize()
+
+
+honest = timed(waiting)
+print(f"around the launch {naive * 1e3:.3f} ms, with a wait {honest * 1e3:.1f} ms")
+
+# %% [markdown]
+# The default timer of a benchmark library makes this mistake on a GPU without a word. minilora's
+# benchmarks wait before they read the clock, or let the device take the time itself, with
+# *events* in the queue before and after the work.
+#
+# ## The first call
+#
+# The first call of anything is special: it loads code, compiles, allocates. Put it into an
+# average and the figure is about that. (In minilora everything is compiled and captured before
+# the first request, and a test counts that no request compiles anything.)
+
+
+# %%
+class Compiled:
+    """A function that is compiled when it is called for the first time."""
+
+    def __init__(self) -> None:
+        self.ready = False
+
+    def __call__(self) -> float:  # returns seconds by a clock of our own
+        first, self.ready = not self.ready, True
+        return 1.0 + (50.0 if first else 0.0)
+
+
+function = Compiled()
+times = [function() for _ in range(10)]
+cold_mean = statistics.fmean(times)
+warm_mean = statistics.fmean(times[1:])
+print(f"average of 10 calls {cold_mean:.1f}, after a warm-up {warm_mean:.1f}")
+
+# %% [markdown]
+# ## A cache that the real program does not have
+#
+# A benchmark calls one layer again and again with the same weights. After the first call they lie
+# in the cache. In the real model 31 other layers run before this one comes again, and its weights
+# come from far away. Here is a machine with room for four layers in its cache; a read from memory
+# takes 3, from the cache 1.
+
+
+# %%
+class Memory:
+    """Reads weights, through a cache that holds the ones used last."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.cache = room, []
+
+    def read(self, name: int) -> float:
+        seconds = 1.0 if name in self.cache else 3.0
+        if name in self.cache:
+            self.cache.remove(name)
+        self.cache = [*self.cache, name][-self.room :]
+        return seconds
+
+
+def mean_read(sets: int) -> float:
+    """Time per read in a loop over so many sets of weights, warmed up."""
+    memory = Memory(room=4)
+    reads = [memory.read(index % sets) for index in range(200)]
+    return statistics.fmean(reads[100:])
+
+
+by_sets = {sets: mean_read(sets) for sets in (1, 2, 4, 5, 8, 16, 32)}
+fig, ax = plt.subplots(figsize=(6, 2.6))
+ax.plot(list(by_sets), list(by_sets.values()), marker="o", color="tab:blue")
+ax.set_xscale("log", base=2)
+ax.set_xticks(list(by_sets), [str(sets) for sets in by_sets])
+ax.axvline(4, color="0.5", linestyle="--")
+ax.text(4.2, 1.2, "cache full")
+ax.set(xlabel="sets of weights the loop goes through", ylabel="time of a read", ylim=(0, 3.5))
+plt.show()
+
+# %% [markdown]
+# One set of weights measures the cache. minilora's kernel benchmark goes through 16 sets, more
+# than the 50 MB of cache that the GPU has, all inside one CUDA graph, so that neither cache nor
+# Python is in the figure.
+#
+# ## One number is not a result
+#
+# Run the same thing twice and get two numbers. How different are they, when nothing has changed?
+# Without that, no difference means anything. Here on your machine, for real: one matrix product,
+# 60 times.
+
+# %%
+torch.set_num_threads(1)
+x, w = torch.randn(64, 256), torch.randn(256, 256)
+for _ in range(5):
+    x @ w
+samples = sorted(timed(lambda: x @ w) * 1e6 for _ in range(60))
+low, middle, high = (samples[int(len(samples) * share)] for share in (0.1, 0.5, 0.9))
+print("10th percentile, median and 90th are all positive and in order:", 0 < low <= middle <= high)
+
+# %% [markdown]
+# (The numbers themselves are of your machine and not in this page.) A median and its percentiles
+# say more than an average, which a single interruption can move.
+#
+# ## A machine that drifts
+#
+# Now the most expensive mistake. Is B faster than A? Measure A for a while, then B. Meanwhile the
+# machine warms up, a neighbour starts a build, the clock goes down. In this simulation B is 2
+# percent faster, and the machine gets slower all the time, by 10 percent over the whole
+# measurement. Predict who wins.
+
+
+# %%
+def machine(seed: int) -> Callable[[float], float]:
+    """Return a clock: true seconds in, measured seconds out, slower with every call."""
+    rng, calls = random.Random(seed), [0]
+
+    def measure(seconds: float) -> float:
+        calls[0] += 1
+        return seconds * (1 + 0.1 * calls[0] / 200) * rng.uniform(0.99, 1.01)
+
+    return measure
+
+
+A, B = 1.00, 0.98
+
+
+def in_blocks(seed: int) -> float:
+    measure = machine(seed)
+    a = [measure(A) for _ in range(100)]
+    b = [measure(B) for _ in range(100)]
+    return statistics.median(b) / statistics.median(a)
+
+
+def in_pairs(seed: int) -> float:
+    measure = machine(seed)
+    return statistics.median(measure(B) / measure(A) for _ in range(100))
+
+
+blocks, pairs = [in_blocks(seed) for seed in range(20)], [in_pairs(seed) for seed in range(20)]
+print(f"one after the other: B takes {statistics.median(blocks):.3f} of A")
+print(f"in pairs:            B takes {statistics.median(pairs):.3f} of A (the truth is 0.98)")
+
+# %%
+fig, ax = plt.subplots(figsize=(6, 2))
+ax.plot(blocks, [1] * 20, "o", color="tab:red", alpha=0.5)
+ax.plot(pairs, [0] * 20, "o", color="tab:blue", alpha=0.5)
+ax.axvline(0.98, color="0.5", linestyle="--")
+ax.set_yticks([0, 1], ["in pairs", "A, then B"])
+ax.set(xlabel="B over A, in 20 experiments (dashed: the truth)", ylim=(-0.5, 1.5))
+plt.show()
+
+# %% [markdown]
+# Measured one after the other, B loses, with great certainty: the spread is small, and it is
+# wrong. In pairs, both halves meet the same machine, and the ratio of each pair is free of the
+# drift. (`random` makes the noise here, with a seed for each experiment, so this page is the same
+# everywhere.)
+#
+# minilora's figures are ratios of pairs wherever two things are compared: `minilora bench
+# compare` runs LoRA off, idle and active in turn, and `minilora/bench/latency.py` is short enough
+# to read.
+#
+# ## What a committed result looks like
+#
+# Every number on this site comes from a file that says machine, versions, command and unit. For
+# example:
+
+# %%
+kernels = json.loads(Path("docs/benchmarks/h200-kernels.json").read_text())
+for field in ("machine", "date", "command", "unit"):
+    print(f"{field}: {kernels[field]}")
+for row in kernels["decode"][:3]:
+    print(f"{row['rows']} rows, {row['adapters']} adapters: {row['layer']} us a layer")
+
+# %% [markdown]
+# ## Check
+
+# %%
+assert naive < honest / 2, "a timer around the launch does not see the work"
+assert honest >= kernel
+assert cold_mean > 5 * warm_mean, "the first call is not like the others"
+assert by_sets[1] == 1.0, "one set of weights measures the cache"
+assert by_sets[32] == 3.0, "more than the cache holds measures memory"
+assert min(blocks) > 1.0, "one after the other, the slower machine makes B lose"
+assert all(0.97 < ratio < 0.99 for ratio in pairs), "pairs find the truth each time"
+assert {"machine", "command", "unit"} <= set(kernels)
+
+# %% [markdown]
+# ## What you have seen
+#
+# Wait for the device, warm up, leave the cache, give a distribution, measure in pairs, and write
+# down how. Next: [bring your own kernel](13_bring_your_own_kernel.md).
+#
+# Exercises: let the machine of the drift get faster instead. How many pairs are needed to see a
+# difference of half a percent through noise of one? Give `Memory` room for 32 sets and find the
+# loop that shows it.
