@@ -50,6 +50,8 @@ def as_svg(figure: Any) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    used = set(re.findall(r"#([\w.-]+)", svg))  # other ids would come again in the next figure
+    svg = re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", svg)
     # Its width is the column's, at most its own.
     svg = re.sub(r'<svg [^>]*?width="([\d.]+)pt" height="[\d.]+pt"', _fluid, svg, count=1)
     return re.sub(r"\n\s*\n", "\n", svg).strip()

@@ -26,9 +26,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from minilora.graphs import GraphDispatcher
 from minilora.ops import KernelMeta
 
+pytestmark = pytest.mark.xdist_group("site")  # one browser, one look at every page
+
 ROOT = Path(__file__).resolve().parents[2]
-LOOKS = {"wide, light": (1280, "light"), "wide, dark": (1280, "dark"),
-         "narrow, light": (390, "light"), "narrow, dark": (390, "dark")}  # fmt: skip
+LOOKS = {
+    f"{name}, {scheme}": (width, scheme)
+    for name, width in {"wide": 1280, "narrow": 390}.items()
+    for scheme in ("light", "dark")
+}
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -94,8 +99,7 @@ def seen(browser: Browser, host: str, folder: Path) -> dict[str, dict[str, dict[
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for look, (width, scheme) in LOOKS.items():
         size = {"width": width, "height": 900}
-        context = browser.new_context(color_scheme=scheme, viewport=size, base_url=host)
-        page = context.new_page()
+        page = browser.new_page(base_url=host, color_scheme=scheme, viewport=size)
         errors, asked = list[str](), list[str]()
         page.on("console", lambda m, e=errors: e.append(m.text) if m.type == "error" else None)
         page.on("pageerror", lambda error, e=errors: e.append(str(error)))
@@ -105,9 +109,11 @@ def seen(browser: Browser, host: str, folder: Path) -> dict[str, dict[str, dict[
             errors.clear()
             asked.clear()
             page.goto(address)
+            palette = page.get_attribute("body", "data-md-color-scheme")
+            assert palette == {"light": "default", "dark": "slate"}[scheme]
             shown = page.evaluate(LOOK)
             found[look][address] = {**shown, "errors": list(errors), "asked": list(asked)}
-        context.close()
+        page.close()
     return found
 
 

@@ -48,6 +48,10 @@ SABOTAGES: dict[str, tuple[str, str]] = {
         "    return sorted(set(slots) - {-1})",
         "    return sorted(set(slots))",
     ),
+    "10_torch_compile": (
+        'active["num_loras"] = 1  # later an adapter comes',
+        'active["num_loras"] = 0  # none ever comes',
+    ),
 }
 
 
@@ -60,7 +64,12 @@ def test_the_check_fails_without_its_lesson(name: str, tmp_path: Path) -> None:
     broken = tmp_path / path.name
     broken.write_text(text.replace(old, new), encoding="utf-8")
     command = [sys.executable, str(broken)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MPLBACKEND": "Agg"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MPLBACKEND": "Agg",
+        "OMP_NUM_THREADS": "1",
+    }
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert ran.returncode == 1
     assert "AssertionError" in ran.stderr
