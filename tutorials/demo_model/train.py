@@ -180,7 +180,9 @@ def main() -> None:
     for name in ADAPTERS:
         log[name] = train_adapter(model, tokenizer, name, options.out, options.adapter_steps)
         print(f"{name}: {log[name]['right']}", flush=True)
-    (Path(__file__).parent / "training_log.json").write_text(json.dumps(log, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in log.items()]
+    text = "{\n" + ",\n".join(lines) + "\n}\n"
+    (Path(__file__).parent / "training_log.json").write_text(text)
 
 
 if __name__ == "__main__":
