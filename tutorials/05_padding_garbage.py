@@ -152,7 +152,7 @@ for row, colour in enumerate(("tab:blue", "tab:green", "0.5", "tab:red")):
     name = f"row {row}" + ("" if row < 2 else ", padding")
     ax.plot(range(1, 11), values, color=colour, marker="o", label=name)
 ax.axhline(VOCAB, color="0.5", linestyle="--")
-ax.text(1, VOCAB + 0.4, "the ids of the model end here")
+ax.text(5.4, VOCAB - 1.6, "the ids of the model end here")
 ax.set(xlabel="replay", ylabel="id in the buffer", title="A graph that writes its own input")
 ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
