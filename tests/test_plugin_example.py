@@ -60,3 +60,25 @@ def test_the_mended_layers_pass(pytester: pytest.Pytester) -> None:
     result = run_the_example(pytester, "my_layers.py, mended")
     result.assert_outcomes(passed=sum(result.parseoutcomes().values()))
     assert result.ret == 0
+
+
+def test_the_backend_is_a_fixture_like_any_other(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest
+
+        def test_by_name(request):
+            assert request.getfixturevalue("graph_backend") == "recorded"
+
+        def test_in_turn(graph_backend):
+            assert graph_backend in ("recorded", "cuda")
+
+        @pytest.mark.parametrize("graph_backend", ["recorded"])
+        def test_of_one_s_own(graph_backend, parity):
+            assert parity.backend == "recorded"
+        """
+    )
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    assert not result.parseoutcomes().get("failed")
+    listed = pytester.runpytest_inprocess("--fixtures", "-p", "no:cacheprovider")
+    listed.stdout.fnmatch_lines(["graph_backend*"])

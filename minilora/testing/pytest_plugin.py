@@ -28,7 +28,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         import torch
 
         names = ["recorded", *(["cuda"] if torch.cuda.is_available() else [])]
-        metafunc.parametrize("graph_backend", names)
+        metafunc.parametrize("graph_backend", names, indirect=True)
+
+
+@pytest.fixture
+def graph_backend(request: pytest.FixtureRequest) -> str:
+    """Name a graph backend: "recorded", and "cuda" where there is a GPU, a test run for each."""
+    name: str = getattr(request, "param", "recorded")
+    return name
 
 
 @pytest.fixture
