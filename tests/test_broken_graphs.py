@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-import minilora.engine.core as core_module
+import minilora.engine.ahead as ahead_module
 import minilora.model.layers as model_layers
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import Batch, BatchDescriptor, BatchRow, GraphMode
@@ -343,15 +343,15 @@ def test_a_slot_reused_without_clearing(engine: Engine, monkeypatch: Any) -> Non
 
 
 def test_an_output_read_after_the_next_replay(engine: Engine, monkeypatch: Any) -> None:
-    llm, plain = engine.start(), core_module.sample
+    llm, plain = engine.start(), ahead_module.draw
     other = Batch((BatchRow([20], 0, [9], NO_LORA, True),))
 
-    def sample_late(logits: torch.Tensor, rows: Any) -> Any:
+    def draw_late(logits: torch.Tensor, rows: Any) -> Any:
         key, step = llm.runner.prepare(other)
         llm.runner.replay(key, step)
         return plain(logits, rows)
 
-    monkeypatch.setattr(core_module, "sample", sample_late)
+    monkeypatch.setattr(ahead_module, "draw", draw_late)
     assert engine.ask(None, tokens=2) != [[5, 6]], "the tokens are those of the other step"
     assert FaultKind.STALE_OUTPUT in engine.found(None)
 
