@@ -2,7 +2,8 @@
 
 import { captureKeys, dispatch, kernelMeta } from "./dispatch.js";
 
-const COLOURS = ["#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#17becf"];
+// Light enough for black text on each of them.
+const COLOURS = ["#7db8e8", "#ffb266", "#84cf84", "#f29a9a", "#c6a8e4", "#cfae9f", "#f2b8dd", "#7ad7e0"];
 const PRESETS = {
   example: [[2, 1], [-1, 1], [0, 1]],
   base: [[-1, 1], [-1, 1], [-1, 1], [-1, 1], [-1, 1]],
@@ -26,10 +27,14 @@ const label = (slot) => (slot < 0 ? "no adapter" : `slot ${slot}`);
 
 // ---- reading the form
 
-function number(name) {
-  const input = field(name);
-  const value = Math.round(Number(input.value));
-  return Math.min(Math.max(value || Number(input.min), Number(input.min)), Number(input.max));
+// Returns the number in a field, and adds a sentence to `problems` if it is none or out of range.
+function number(name, problems) {
+  const { value, min, max } = field(name);
+  const found = Number(value);
+  const fits = value.trim() !== "" && Number.isInteger(found) && found >= min && found <= max;
+  field(name).setAttribute("aria-invalid", String(!fits));
+  if (!fits) problems.push(`${name} must be a whole number from ${min} to ${max}`);
+  return found;
 }
 
 function readSizes(limit) {
@@ -46,31 +51,35 @@ function readSizes(limit) {
 }
 
 function readOptions() {
-  const lora = field("enable_lora").checked;
+  const problems = [];
+  const slots = number("max_loras", problems);
   const options = {
-    maxLoras: lora ? number("max_loras") : 0,
-    maxNumSeqs: number("max_num_seqs"),
-    maxNumBatchedTokens: number("max_num_batched_tokens"),
+    maxLoras: field("enable_lora").checked ? slots : 0,
+    maxNumSeqs: number("max_num_seqs", problems),
+    maxNumBatchedTokens: number("max_num_batched_tokens", problems),
     graphMode: field("graph_mode").value,
     specializeLora: field("specialize_lora").checked,
     specializeActiveLora: field("specialize_active_lora").checked,
   };
   const limit = options.graphMode === "full" ? options.maxNumSeqs : options.maxNumBatchedTokens;
   const { sizes, problem } = readSizes(limit);
-  return { ...options, captureSizes: sizes, problem };
+  return { ...options, captureSizes: sizes, problem: problems[0] || problem };
 }
 
 // ---- the step
 
-function readStep(options) {
+function readStep() {
   const order = [...requests].sort((a, b) => (a[1] > 1) - (b[1] > 1)); // decodes come first
   const mapping = order.flatMap(([slot, tokens]) => Array(tokens).fill(slot));
   const adapters = new Set(mapping.filter((slot) => slot >= 0));
   return { mapping, adapters: adapters.size, uniform: requests.every(([, n]) => n === 1) };
 }
 
-function problemOf(options, step) {
+function problemOf(options) {
   if (options.problem) return options.problem;
+  const wrong = requests.findIndex(([, tokens]) => !Number.isInteger(tokens) || tokens < 1 || tokens > 64);
+  if (wrong >= 0) return `request ${wrong} must have from 1 to 64 new tokens`;
+  const step = readStep();
   if (requests.length > options.maxNumSeqs)
     return `a step has at most max_num_seqs=${options.maxNumSeqs} requests; the scheduler would let the others wait`;
   if (step.mapping.length > options.maxNumBatchedTokens)
@@ -82,31 +91,32 @@ function problemOf(options, step) {
 
 // ---- drawing
 
-function drawRequests(options) {
+// Makes the list of requests anew; only where one came or went, or there are other slots.
+function drawRequests(slots) {
   const list = root.querySelector(".requests");
-  const focused = document.activeElement?.getAttribute("aria-label");
   list.replaceChildren(
     ...requests.map((request, index) => {
       const row = element("li", "");
       const slot = element("select", "", { "aria-label": `adapter of request ${index}` });
-      for (let s = -1; s < Math.max(options.maxLoras, request[0] + 1); s += 1)
+      for (let s = -1; s < Math.max(slots, request[0] + 1); s += 1)
         slot.append(element("option", label(s), { value: s }));
       slot.value = request[0];
-      slot.addEventListener("change", () => change(() => (request[0] = Number(slot.value))));
+      slot.addEventListener("input", () => (request[0] = Number(slot.value)));
       const tokens = element("input", "", {
         "aria-label": `new tokens of request ${index}`, type: "number", min: 1, max: 64, value: request[1],
       });
-      tokens.addEventListener("change", () =>
-        change(() => (request[1] = Math.min(64, Math.max(1, Math.round(Number(tokens.value)) || 1)))),
-      );
+      tokens.addEventListener("input", () => (request[1] = Number(tokens.value)));
       const remove = element("button", "remove", { type: "button", "aria-label": `remove request ${index}` });
       remove.disabled = requests.length === 1;
-      remove.addEventListener("click", () => change(() => requests.splice(index, 1)));
+      remove.addEventListener("click", () => {
+        change(() => requests.splice(index, 1));
+        const others = list.querySelectorAll("button:enabled");
+        (others[Math.min(index, others.length - 1)] || root.querySelector(".add")).focus();
+      });
       row.append(`request ${index}: `, slot, " ", tokens, " new tokens ", remove);
       return row;
     }),
   );
-  if (focused) list.querySelector(`[aria-label="${focused}"]`)?.focus();
 }
 
 function drawRows(meta, real) {
@@ -139,13 +149,13 @@ function drawMeta(meta) {
 function drawKeys(keys, chosen) {
   const parts = Object.entries(keys).filter(([, sizes]) => sizes.size).map(([mode, sizes]) => {
     const block = element("div", "");
-    block.append(element("h4", `${mode}: ${[...sizes.values()].flat().length} graphs`));
+    block.append(element("h3", `${mode}: ${[...sizes.values()].flat().length} graphs`));
     for (const [rows, counts] of [...sizes].slice(0, 24)) {
       for (const count of counts) {
         const key = element("span", `${rows}×${count}`, { class: "key" });
         if (chosen.mode === mode && chosen.rows === rows && chosen.groups === count) {
           key.classList.add("chosen");
-          key.setAttribute("aria-label", `${rows}×${count}, chosen`);
+          key.setAttribute("aria-current", "true");
         }
         block.append(key, " ");
       }
@@ -171,9 +181,7 @@ function sentence(step, chosen) {
 
 function draw() {
   const options = readOptions();
-  const step = readStep(options);
-  drawRequests(options);
-  const problem = problemOf(options, step);
+  const problem = problemOf(options);
   const shown = root.querySelector(".result");
   const verdict = root.querySelector(".verdict");
   verdict.classList.toggle("problem", Boolean(problem));
@@ -182,6 +190,7 @@ function draw() {
     verdict.textContent = problem;
     return;
   }
+  const step = readStep();
   const keys = captureKeys(options);
   const chosen = dispatch(options, keys, step.mapping.length, step.adapters, step.uniform);
   verdict.textContent = sentence(step, chosen);
@@ -193,16 +202,19 @@ function draw() {
 
 function change(action) {
   action();
+  drawRequests(readOptions().maxLoras || 0);
   draw();
 }
 
 if (root) {
   root.querySelector("form").addEventListener("submit", (event) => event.preventDefault());
   root.querySelector("form").addEventListener("input", draw);
+  for (const name of ["max_loras", "enable_lora"])
+    field(name).addEventListener("change", () => change(() => {}));
   root.querySelector(".add").addEventListener("click", () => change(() => requests.push([-1, 1])));
   for (const button of root.querySelectorAll("[data-preset]"))
     button.addEventListener("click", () =>
       change(() => (requests = PRESETS[button.dataset.preset].map((request) => [...request]))),
     );
-  draw();
+  change(() => {});
 }

@@ -154,16 +154,14 @@ def diagram(name: str) -> str:
     Raises:
         KeyError: there is no diagram of that name.
     """
-    svg = _draw(name)
-    label = (DIAGRAMS[name].__doc__ or "").removeprefix("Draw ").rstrip(".")
-    return f'<figure aria-label="{label}">\n{svg}\n</figure>'
+    return f"<figure>\n{_draw(name)}\n</figure>"
 
 
 def _draw(name: str) -> str:
     use_style()
     plt.rcParams["svg.hashsalt"] = name
     drawn = DIAGRAMS[name]()
-    svg = as_svg(drawn)
+    svg = as_svg(drawn, (DIAGRAMS[name].__doc__ or "").removeprefix("Draw ").rstrip("."))
     plt.close(drawn)
     return svg
 

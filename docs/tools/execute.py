@@ -50,16 +50,9 @@ def _run_cell(cell: Cell, path: Path, names: dict[str, Any]) -> str:
         if last is not None:
             expression = ast.Expression(last.value)  # type: ignore[attr-defined]
             value = eval(compile(expression, str(path), "eval"), names)
-            if value is not None and not _is_plot(last):
+            if value is not None:
                 print(repr(value))
     return printed.getvalue()
-
-
-def _is_plot(last: ast.stmt) -> bool:
-    """Return whether the expression draws; what matplotlib returns is of no interest."""
-    call = getattr(last, "value", None)
-    name = getattr(getattr(call, "func", None), "value", None)
-    return getattr(name, "id", "") in ("plt", "ax", "axis", "axes", "fig")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Usage: python docs/tools/render.py   runs every tutorial whose result is not kept yet.
 
-What a tutorial showed is kept in ``.cache/tutorials`` until it, the package, the results it
-reads or these scripts change, so that `mkdocs serve` does not run everything at each save.
+What a tutorial showed is kept in ``.cache/tutorials`` until it, the package, the files it reads,
+these scripts or the versions of what it runs on change, so that `mkdocs serve` does not run
+everything at each save.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "tutorials"
 SITE = Path(__file__).parent
+_READ = (
+    "minilora/**/*",
+    "tutorials/smollm2_adapters/**/*",
+    "docs/benchmarks/*.json",
+    "docs/tools/*.py",
+)
+_WHERE_TO_START = (
+    "*Start Jupyter in the root of minilora's repository, after `pip install -e '.[docs]'`: the "
+    "notebook reads files of it.*"
+)
+_RUN_WITH = ("torch", "matplotlib", "transformers", "peft")
 
 
 def tutorial_paths() -> list[Path]:
@@ -36,7 +48,7 @@ def result_of(path: Path) -> dict[str, Any]:
     Raises:
         RuntimeError: it failed; the message ends with its traceback.
     """
-    kept = CACHE / f"{path.stem}-{_key(path)}.json"
+    kept = _kept_result(path)
     if not kept.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
@@ -54,12 +66,17 @@ def result_of(path: Path) -> dict[str, Any]:
     return found
 
 
+def _kept_result(path: Path) -> Path:
+    return CACHE / f"{path.stem}-{_key(path)}.json"
+
+
 def _key(path: Path) -> str:
     """Return a hash of all that a tutorial's output depends on."""
     digest = hashlib.sha256(path.read_bytes())
-    sources = [*(ROOT / "minilora").rglob("*.py"), *SITE.glob("*.py")]
-    for source in sorted([*sources, *(ROOT / "docs" / "benchmarks").glob("*.json")]):
-        digest.update(source.read_bytes())
+    digest.update(" ".join([sys.version, *map(version, _RUN_WITH)]).encode())
+    for source in sorted(source for pattern in _READ for source in ROOT.glob(pattern)):
+        if source.is_file() and "__pycache__" not in source.parts:
+            digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -87,8 +104,9 @@ def _code(cell: dict[str, Any]) -> list[str]:
 
 def notebook(result: dict[str, Any]) -> str:
     """Return a tutorial as a Jupyter notebook without outputs (nbformat 4.5)."""
+    start = {"markdown": True, "text": _WHERE_TO_START}
     cells = []
-    for index, cell in enumerate(result["cells"]):
+    for index, cell in enumerate([start, *result["cells"]]):
         entry: dict[str, Any] = {"id": f"cell-{index}", "metadata": {}}
         entry |= {"source": cell["text"].splitlines(keepends=True)}
         if cell["markdown"]:
@@ -117,10 +135,8 @@ def main(paths: Sequence[Path]) -> int:
 
 
 def _timed(path: Path) -> str:
-    start = time.perf_counter()
-    seconds = result_of(path)["seconds"]
-    kept = time.perf_counter() - start < seconds / 2
-    return f"{seconds:5.1f} s{' (kept)' if kept else ''}"
+    kept = _kept_result(path).exists()
+    return f"{result_of(path)['seconds']:5.1f} s{' (kept)' if kept else ''}"
 
 
 if __name__ == "__main__":

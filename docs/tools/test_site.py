@@ -31,7 +31,7 @@ pytestmark = pytest.mark.xdist_group("site")  # one browser, one look at every p
 ROOT = Path(__file__).resolve().parents[2]
 LOOKS = {
     f"{name}, {scheme}": (width, scheme)
-    for name, width in {"wide": 1280, "narrow": 390}.items()
+    for name, width in {"wide": 1280, "narrow": 320}.items()
     for scheme in ("light", "dark")
 }
 
@@ -86,8 +86,8 @@ LOOK = """() => ({
   broken: [...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src),
   wider: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   raw: [...document.querySelectorAll(".arithmatex")].map(e => e.textContent),
-  empty: [...document.querySelectorAll("figure svg")].filter(s => !s.getBoundingClientRect().width)
-    .length,
+  empty: [...document.querySelectorAll("figure svg")]
+    .filter(s => !s.getBBox().width || !s.getAttribute("aria-label")).length,
   ids: [...document.querySelectorAll("[id]")].map(e => e.id),
   links: [...document.links].map(a => a.href),
 })"""
@@ -124,7 +124,7 @@ def test_every_page_is_whole(seen: Any, host: str, look: str) -> None:
         assert not shown["errors"], address
         assert not shown["broken"], address
         assert not shown["raw"], f"{address}: a formula was not rendered"
-        assert not shown["empty"], f"{address}: a figure has no width"
+        assert not shown["empty"], f"{address}: a figure shows nothing, or has no name"
         assert shown["wider"] <= 0, f"{address} is wider than the window by {shown['wider']}"
         elsewhere = [url for url in shown["asked"] if not url.startswith((host, "data:", "blob:"))]
         assert not elsewhere, f"{address} asks another host"
@@ -179,6 +179,29 @@ def test_the_explorer_shows_the_running_example(page: Page) -> None:
     assert page.inner_text(".key.chosen") == "4\N{MULTIPLICATION SIGN}2"
 
 
+def test_a_request_is_edited_by_typing(page: Page) -> None:
+    page.goto("choose-a-graph/")
+    page.focus("[aria-label='new tokens of request 0']")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("12")
+    assert "14 rows, 2 adapters, with a prefill" in page.inner_text(".verdict")
+    page.keyboard.press("Control+A")
+    page.keyboard.press("Delete")
+    assert "from 1 to 64 new tokens" in page.inner_text(".verdict")
+    page.keyboard.type("1")
+    page.focus("[aria-label='adapter of request 1']")
+    page.keyboard.type("slot 1")
+    assert "3 rows, 3 adapters, decode only" in page.inner_text(".verdict")
+
+
+def test_the_focus_stays_when_a_request_goes(page: Page) -> None:
+    page.goto("choose-a-graph/")
+    for _ in range(2):
+        page.click(".requests li:last-child button")
+        assert page.evaluate("document.activeElement.tagName") == "BUTTON"
+    assert page.locator(".requests li").count() == 1
+
+
 def test_the_explorer_with_the_keyboard_alone(page: Page) -> None:
     page.goto("choose-a-graph/")
     page.focus("[data-preset=prefill]")
@@ -196,6 +219,9 @@ def test_the_explorer_with_the_keyboard_alone(page: Page) -> None:
         ("capture_sizes", "one", "whole numbers"),
         ("capture_sizes", "64", "over 32"),
         ("max_loras", "1", "a slot that does not exist"),
+        ("max_loras", "12", "max_loras must be a whole number from 1 to 8"),
+        ("max_num_seqs", "", "max_num_seqs must be a whole number"),
+        ("max_num_seqs", "-3", "from 1 to 512"),
         ("max_num_seqs", "2", "at most max_num_seqs=2"),
         ("max_num_batched_tokens", "2", "at most max_num_batched_tokens=2"),
     ],

@@ -65,7 +65,7 @@ def _answer(path: str, prompt: str, device: str) -> tuple[LLM, list[RequestOutpu
     from minilora.demo_model import demo_adapters, demo_model
     from minilora.testing.parity import PATHS
 
-    loras = [None, *(LoRARequest(name, str(path)) for name, path in demo_adapters().items())]
+    loras = [None, *(LoRARequest(name, str(folder)) for name, folder in demo_adapters().items())]
     rows, prompts = len(loras), 256  # what the two kinds of graphs are captured for
     sizes = {"recorded FULL": [rows], "CUDA FULL": [rows], "eager": None}.get(path, [rows, prompts])
     llm = LLM(

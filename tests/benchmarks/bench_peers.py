@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def theirs(folder: Path, rank: int, device: str, batch: dict[str, int]) -> Runs:
         plain: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         adapted: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     kind = peft.LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False)
-    adapted = peft.get_peft_model(adapted, kind, "a0").to(dtype).eval()
+    adapted = peft.get_peft_model(adapted, kind, "a0").eval()
     for index in range(1, ADAPTERS):
         adapted.add_adapter(f"a{index}", kind)
     adapted.to(device=device, dtype=dtype)
@@ -99,10 +100,13 @@ def main() -> None:
         )
         runs = ours(setup, device, batch) | theirs(setup.model, args.rank, device, batch)
         found = latency.measure(runs, args.iterations, warm_up=1)
+    packages = ("transformers", "peft", "triton")
     result = {
         "machine": machine(device),
+        "versions": {name: metadata.version(name) for name in packages},
         "command": " ".join(["python", *sys.argv]),
-        "shape": args.shape,
+        "options": {name: value for name, value in vars(args).items() if name != "out"},
+        "dtype": "bfloat16" if device == "cuda" else "float32",
         "results": {name: latency.summary(seconds) for name, seconds in found.items()},
     }
     for name, one in result["results"].items():

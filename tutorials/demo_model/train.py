@@ -5,8 +5,8 @@ answer in one voice. Run it from the repository's root:
 
     python tutorials/demo_model/train.py --out minilora/demo_model
 
-Its log is `training_log.json` beside this file. Adapters have different ranks and modules, so that
-the demo serves a mixed batch.
+It writes `training_log.json` there; the one beside this file is of the weights that are shipped.
+Adapters have different ranks and modules, so that the demo serves a mixed batch.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def main() -> None:
         print(f"{name}: {log[name]['right']}", flush=True)
     lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in log.items()]
     text = "{\n" + ",\n".join(lines) + "\n}\n"
-    (Path(__file__).parent / "training_log.json").write_text(text)
+    (options.out / "training_log.json").write_text(text)
 
 
 if __name__ == "__main__":
