@@ -26,8 +26,6 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from minilora.graphs import GraphDispatcher
 from minilora.ops import KernelMeta
 
-pytestmark = pytest.mark.xdist_group("site")  # one browser, one look at every page
-
 ROOT = Path(__file__).resolve().parents[2]
 LOOKS = {
     f"{name}, {scheme}": (width, scheme)
