@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minilora.config import SamplingParams
-from minilora.engine import sampler
+from minilora.engine import exact, sampler
 from minilora.engine.sampler import SampledToken, SamplingRow, make_rng, sample
 
 INF = math.inf
@@ -292,27 +292,25 @@ def test_a_seeded_row_gets_the_same_token_in_every_batch(
         assert fresh(part) == [alone[i] for i in sorted(part)]
     strided = torch.empty(count, vocab + 3)[:, 1:-2].copy_(logits)
     assert sample(strided, many_rows(count)) == alone
-    monkeypatch.setattr(sampler, "_MOST_CELLS_CPU", 3 * vocab)
+    monkeypatch.setattr(exact, "_MOST_CELLS_CPU", 3 * vocab)
     monkeypatch.setattr(sampler, "_NUCLEUS_GUESS", 2)
     assert fresh(range(count)) == alone
 
 
 def test_weights_of_a_row_do_not_depend_on_its_place() -> None:
     """The step that must be exact: `exp` on vectors, and on what is left over of them."""
-    likelihood = sampler._likelihood(torch.randn(7, 40_003) * 5, 1.0)
+    likelihood = exact.likelihood(torch.randn(7, 40_003) * 5, 1.0)
     scores = likelihood.log().float()
-    whole = sampler._weights(sampler._likelihood(scores, 0.7))
+    whole = exact.weights(exact.likelihood(scores, 0.7))
     for i in range(7):
-        assert torch.equal(
-            sampler._weights(sampler._likelihood(scores[i : i + 1], 0.7))[0], whole[i]
-        )
+        assert torch.equal(exact.weights(exact.likelihood(scores[i : i + 1], 0.7))[0], whole[i])
 
 
 def test_weights_cannot_overflow() -> None:
     for vocab in (1, 2, 1000, 1 << 17, 1 << 20):
-        total = int(sampler._weights(torch.ones(1, vocab, dtype=torch.float64)).sum())
+        total = int(exact.weights(torch.ones(1, vocab, dtype=torch.float64)).sum())
         assert 2**60 <= total <= 2**62
-    assert not sampler._weights(torch.full((1, 3), math.nan)).any()
+    assert not exact.weights(torch.full((1, 3), math.nan)).any()
 
 
 # ---- properties
@@ -402,7 +400,7 @@ def test_equal_tokens_rank_by_id_and_more_than_the_vocabulary_is_all_of_it() -> 
 
 def test_order_is_that_of_the_numbers() -> None:
     values = torch.tensor([[-INF, -1e38, -2.0, -1e-45, -0.0, 0.0, 1e-45, 2.0, 1e38, INF]])
-    order = sampler._order(values)[0].tolist()
+    order = exact.order(values)[0].tolist()
     assert order[4] > order[5]  # equal numbers: the lower id first
     order[4], order[5] = order[5], order[4]
     assert order == sorted(order)

@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 
 from minilora import LLM, LoRARequest, SamplingParams
+from minilora.batch import NO_LORA, Batch, BatchRow
 from minilora.demo_model import demo_adapters, demo_model
 
 torch.set_printoptions(precision=3, sci_mode=False)
@@ -41,7 +42,7 @@ llm = LLM(
     folder, enable_lora=True, max_loras=4, dtype="float32", graph="recorded", device="cpu",
     max_num_seqs=8, max_num_batched_tokens=256, capture_sizes=[1, 2, 4, 8], num_kv_blocks=32,
 )  # fmt: skip
-print(llm.capture_report)
+print(len(llm.runner.graphs), "graphs")
 question = [{"role": "user", "content": "Where is the cat?"}]
 greedy = SamplingParams(temperature=0, max_tokens=90)
 for name in ("poet", "robot", "pirate"):
@@ -96,6 +97,44 @@ for row in scheduled.batch.rows:
     print(row)
 
 # %% [markdown]
+# ## Naive: write the three rows, forget the fourth
+#
+# The graph that fits has four rows. Say an earlier step filled all four; the request of the last
+# row has finished since, and its block 1 now belongs to the pirate. A writer that fills the first
+# three rows only, since that is all there is, leaves row 3 as it was. Predict whose logits change.
+#
+# minilora has no writer that can forget a row. So we write the buffers as the naive one leaves
+# them, with the old row still there, and then as they should be. (The cache is put back each
+# time, so that nothing else differs. The right logits of a row are the oracle's, at the end of its
+# prompt and two tokens.)
+
+# %%
+runner, cache = llm.runner, llm.kv_cache.tensor
+kept = cache.clone()
+gone = BatchRow(token_ids=[33], start=5, block_ids=[1], lora_slot=NO_LORA, samples=True)
+wanted = [
+    oracle.logits([*prompt, *tokens[:2]], adapter=adapters[name] if name else None)[-1]
+    for name, tokens in zip(rows, alone, strict=True)
+]
+
+
+def errors_with(batch: Batch) -> list[float]:
+    out = runner.replay(*runner.prepare(batch))
+    found = [float((out[row] - wanted[row]).abs().max()) for row in range(3)]
+    cache.copy_(kept)
+    return found
+
+
+stale = errors_with(Batch((*scheduled.batch.rows, gone)))
+whole = errors_with(scheduled.batch)
+print("row 3 left from before:", [f"{error:.5f}" for error in stale])
+print("row 3 written as well: ", [f"{error:.5f}" for error in whole])
+
+# %% [markdown]
+# The pirate's row is wrong, and nobody's request did that: the row that is not there stored a key
+# and a value at place 5 of block 1, inside the pirate's prompt, before the others attended. The
+# other two rows do not read that block. ([Tutorial 5](05_padding_garbage.md) is all about this.)
+#
 # ## Choose a graph, write the step
 #
 # `runner.py` asks `graphs/dispatcher.py` for a graph with room for three rows and two adapters,
@@ -269,6 +308,8 @@ assert key.descriptor.num_active_loras == 2
 assert int(step.input_ids[3]) == 0
 assert int(step.context_lens[3]) == 0
 assert int(step.slot_mapping[3]) // 16 == 0, "padding writes to the block of nobody"
+assert stale[0] > 0.01 > max(stale[1:]), "a row that was left over spoils the owner of its block"
+assert max(whole) < 1e-3, "a step that is written whole spoils nobody"
 assert difference < 1e-3, "forty lines of plain PyTorch give the same logits"
 assert third == alone, "and one batch gives the tokens of three models"
 assert len({output.text for output in outputs}) == 3

@@ -50,8 +50,12 @@ SABOTAGES: dict[str, tuple[str, str]] = {
         "    return plain_replay(key, step)",
     ),
     "09_one_decode_step": (
-        "        y = y + scaling * (x @",
-        "        y = y + 0.9 * scaling * (x @",
+        "    position = int(step.positions[row])",
+        "    position = 0",
+    ),
+    "12_measuring_honestly": (
+        "    return statistics.median(measure(B) / measure(A) for _ in range(100))",
+        "    return in_blocks(seed)",
     ),
     "08_graphs_by_number_of_adapters": (
         "    return sorted(set(slots) - {-1})",
@@ -62,10 +66,7 @@ SABOTAGES: dict[str, tuple[str, str]] = {
         'active["num_loras"] = 0  # none ever comes',
     ),
 }
-# Not sabotaged here, because they take long or are about more than one line.
-UNTOUCHED = {
-    "11_train_two_adapters", "12_measuring_honestly", "13_bring_your_own_kernel",
-}  # fmt: skip
+UNTOUCHED = {"11_train_two_adapters", "13_bring_your_own_kernel"}  # they take long
 
 
 def test_no_tutorial_is_forgotten() -> None:

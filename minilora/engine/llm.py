@@ -52,11 +52,9 @@ class LLM:
         >>> llm = LLM(demo_model(), enable_lora=True, device="cpu", num_kv_blocks=64)
         >>> question = [{"role": "user", "content": "Where is the cat?"}]
         >>> pirate = LoRARequest("pirate", demo_adapters()["pirate"])
-        >>> params = SamplingParams(temperature=0, max_tokens=64)
-        >>> for output in llm.chat([question] * 2, params, [None, pirate], progress=False):
-        ...     print(output.text)
-        The cat is under the table.
-        Ahoy! Th' cat be under the table, matey, arr!
+        >>> greedy = SamplingParams(temperature=0, max_tokens=64)
+        >>> [o.text for o in llm.chat([question] * 2, greedy, [None, pirate], progress=False)]
+        ['The cat is under the table.', "Ahoy! Th' cat be under the table, matey, arr!"]
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:

@@ -5,10 +5,7 @@ The steps and their order are those of vLLM's V1 sampler (`vllm/v1/sample/sample
 repetition penalty; greedy rows take the most likely token; the others temperature, min_p,
 top_k, top_p over what top_k left, and a draw.
 
-What a row gets depends on that row alone, bit for bit. Floating-point sums over the vocabulary
-would not allow this: their order changes with the shape of the batch, with a row's place in it,
-and on CUDA from run to run (`torch.cumsum`). Probabilities are therefore turned into integer
-weights, element by element, and integers add up to the same sum in any order.
+What a row gets depends on that row alone, bit for bit; `minilora.engine.exact` says how.
 """
 
 from __future__ import annotations
@@ -22,9 +19,8 @@ import numpy as np
 import torch
 
 from minilora.config.sampling import SamplingParams
+from minilora.engine import exact
 
-# Rows x vocabulary worked on at once: about 200 MB of scratch on a GPU, the cache of a CPU.
-_MOST_CELLS, _MOST_CELLS_CPU = 1 << 22, 1 << 17
 _NUCLEUS_GUESS = 256  # tokens looked at first for top_p
 
 
@@ -176,17 +172,11 @@ def _mask(token_ids: Sequence[Sequence[int]], like: torch.Tensor) -> torch.Tenso
     return mask.view(len(token_ids), vocab)
 
 
-def _chunks(count: int, like: torch.Tensor) -> Iterator[slice]:
-    cells = _MOST_CELLS_CPU if like.device.type == "cpu" else _MOST_CELLS
-    step = max(1, cells // like.shape[-1])
-    return (slice(start, start + step) for start in range(0, count, step))
-
-
 # ---- the draw
 
 
 def _draw(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    parts = [_draw_chunk(scores[part], rows[part]) for part in _chunks(len(rows), scores)]
+    parts = [_draw_chunk(scores[part], rows[part]) for part in exact.chunks(len(rows), scores)]
     return torch.cat(parts)
 
 
@@ -202,34 +192,18 @@ def _draw_chunk(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tens
     ]
     columns = torch.tensor(settings, dtype=torch.float64, device=scores.device)  # [R, 4]
     temperature, min_p, top_p, uniform = columns.split(1, dim=1)  # [R, 1] each
-    likelihood = _likelihood(scores, temperature)
+    likelihood = exact.likelihood(scores, temperature)
     likelihood.masked_fill_(likelihood < min_p, 0.0)
     likelihood.masked_fill_(scores < _least_of_top_k(scores, rows), 0.0)
-    weights = _weights(likelihood)
+    weights = exact.weights(likelihood)
     narrowed = [i for i, row in enumerate(rows) if row.params.top_p < 1.0]
     if narrowed:
-        inside = _nucleus(_order(scores[narrowed]), weights[narrowed], top_p[narrowed])
+        inside = _nucleus(exact.order(scores[narrowed]), weights[narrowed], top_p[narrowed])
         weights[narrowed] = weights[narrowed].masked_fill_(~inside, 0)
     ends = weights.cumsum(dim=-1)  # [R, vocab]
     total = ends[:, -1:]
     target = torch.minimum((uniform * total.double()).long(), total - 1)
     return torch.searchsorted(ends, target, right=True).squeeze(1)
-
-
-def _likelihood(scores: torch.Tensor, temperature: torch.Tensor | float) -> torch.Tensor:
-    """Return float64 [R, vocab]: each token's probability over that of the most likely one."""
-    shifted = scores.double() - scores.amax(dim=-1, keepdim=True).double()
-    return (shifted / temperature).exp_()
-
-
-def _weights(likelihood: torch.Tensor) -> torch.Tensor:
-    """Return the probabilities as int64 that add up without overflow; 0 for rows with NaN."""
-    return (likelihood.nan_to_num(nan=0.0) * 2.0 ** _bits(likelihood)).round_().long()
-
-
-def _bits(scores: torch.Tensor) -> int:
-    """Return how many bits a weight may have, so that a whole vocabulary's sum fits in 62."""
-    return 62 - scores.shape[-1].bit_length()
 
 
 def _least_of_top_k(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
@@ -264,17 +238,6 @@ def _nucleus(order: torch.Tensor, weights: torch.Tensor, top_p: torch.Tensor) ->
     return order >= top.values.gather(1, last)
 
 
-def _order(scores: torch.Tensor) -> torch.Tensor:
-    """Return int64 [R, vocab] that sorts tokens by score, equal ones by id; no two are equal.
-
-    The bits of a float, with those of a negative one turned round, sort as the float does.
-    """
-    bits = (scores + 0.0).view(torch.int32).long()  # -0.0 becomes 0.0
-    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    vocab = scores.shape[-1]
-    return rising * vocab - torch.arange(vocab, device=scores.device)
-
-
 # ---- log probabilities
 
 
@@ -284,7 +247,7 @@ def _logprobs(
     """Return what each row that asked for log probabilities gets, by the row's index."""
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None and ids[i] >= 0]
     found: dict[int, dict[int, Logprob]] = {}
-    for part in _chunks(len(asked), logits):
+    for part in exact.chunks(len(asked), logits):
         counts = [rows[i].params.logprobs or 0 for i in asked[part]]
         chosen = [ids[i] for i in asked[part]]
         entries = _logprob_rows(logits[asked[part]], counts, chosen)
@@ -296,14 +259,14 @@ def _logprob_rows(
     logits: torch.Tensor, counts: Sequence[int], chosen: Sequence[int]
 ) -> Iterator[dict[int, Logprob]]:
     """Yield each row's sampled token, then its `counts` most likely ones."""
-    order = _order(logits)
+    order = exact.order(logits)
     best = order.topk(min(max(counts), logits.shape[-1])).indices
     sampled = torch.tensor(chosen, device=logits.device).unsqueeze(1)
     ranks = (order > order.gather(1, sampled)).sum(dim=-1) + 1
     tokens = torch.cat([sampled, best], dim=1)  # [R, 1 + k]
-    total = _weights(_likelihood(logits, 1.0)).sum(dim=-1, keepdim=True).double()
+    total = exact.weights(exact.likelihood(logits, 1.0)).sum(dim=-1, keepdim=True).double()
     shifted = logits.gather(1, tokens).double() - logits.amax(dim=-1, keepdim=True).double()
-    values = shifted - (total.log() - _bits(logits) * math.log(2.0))
+    values = shifted - (total.log() - exact.bits(logits) * math.log(2.0))
     columns = zip(counts, ranks.tolist(), tokens.tolist(), values.tolist(), strict=True)
     for count, rank, ids, logprobs in columns:
         places = itertools.chain([rank], range(1, count + 1))
