@@ -63,8 +63,13 @@ PARAMS: dict[str, list[SamplingParams]] = {
     "stop strings": [greedy(stop=["a", "e", "t", "s"]) for _ in range(7)],
     "min tokens": [greedy(min_tokens=4, stop_token_ids=list(range(3, 200)))] * 7,
     "needs the host": [greedy(repetition_penalty=1.3), greedy(logprobs=2), *[greedy()] * 5],
+    "a penalty": [greedy(repetition_penalty=1.3)] * 7,
+    "log probabilities": [greedy(logprobs=2)] * 7,
+    "as long as the model": [greedy(max_tokens=100)] * 7,
     "several answers": [SamplingParams(n=2, seed=5, max_tokens=6)] * 7,
 }
+
+NEVER_AHEAD = {"seeded", "a penalty", "log probabilities", "several answers"}
 
 
 @pytest.mark.parametrize("name", PARAMS)
@@ -73,7 +78,7 @@ def test_the_answers_are_those_of_an_engine_that_waits(make: Any, loras: Any, na
     llm = make()
     got = llm.generate(PROMPTS, PARAMS[name], loras, progress=False)
     assert [o.outputs for o in got] == [o.outputs for o in want]
-    assert steps_ahead(llm) > 0
+    assert (steps_ahead(llm) > 0) == (name not in NEVER_AHEAD)
     assert_all_given_back(llm)
 
 
@@ -87,6 +92,13 @@ def test_nearly_every_decode_step_of_a_batch_is_launched_ahead(make: Any) -> Non
     llm = make()
     llm.generate(PROMPTS[:4], greedy(max_tokens=9), progress=False)
     assert steps_ahead(llm) == 8, "all but the first, which is the prefill"
+
+
+def test_no_step_is_launched_beyond_the_model_s_length(make: Any) -> None:
+    llm = make()
+    output = llm.generate(PROMPTS[0], greedy(max_tokens=100), progress=False)[0]
+    assert len(output.token_ids) == SIZES["max_model_len"] - len(PROMPTS[0])
+    assert steps_ahead(llm) == len(output.token_ids) - 1
 
 
 def test_a_full_batch_runs_ahead_though_others_wait(make: Any, loras: Any) -> None:
@@ -223,3 +235,56 @@ def test_the_checker_sees_every_step_whole(make: Any, loras: Any) -> None:
     assert steps_ahead(llm) == 0
     llm.generate(PROMPTS[:1], greedy(), progress=False)
     assert steps_ahead(llm) > 0
+
+
+def to_the_end(llm: LLM) -> list[int]:
+    outputs = []
+    while llm.has_unfinished_requests():
+        outputs += llm.step()
+    return outputs[0].token_ids
+
+
+def test_a_checker_that_comes_and_goes_in_the_middle(make: Any) -> None:
+    want = make(ahead=False).generate(PROMPTS[0], greedy(), progress=False)[0].token_ids
+    llm = make()
+    llm.add_request(PROMPTS[0], greedy())
+    for _ in range(3):
+        llm.step()
+    with StepChecker(llm) as checker:
+        for _ in range(3):
+            llm.step()
+    checker.assert_clean()
+    assert to_the_end(llm) == want
+
+
+@pytest.mark.parametrize("call", range(1, 8))
+def test_an_exit_in_the_middle_of_a_step(make: Any, call: int) -> None:
+    """Such as SystemExit of a signal handler: no token is lost or comes twice."""
+    want = make(ahead=False).generate(PROMPTS[0], greedy(), progress=False)[0].token_ids
+    llm, calls = make(), [0]
+    plain = llm.core._read
+
+    def read(launched: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == call:
+            raise SystemExit
+        return plain(launched)
+
+    llm.core._read = read
+    llm.add_request(PROMPTS[0], greedy())
+    with pytest.raises(SystemExit):
+        to_the_end(llm)
+    assert to_the_end(llm) == want
+
+
+def test_nothing_is_kept_when_the_engine_is_idle(make: Any) -> None:
+    llm = make()
+    params = greedy(stop_token_ids=list(range(3, 250)))
+    llm.generate(PROMPTS[0], params, progress=False)
+    assert llm.core.ahead.take() is None
+
+
+def test_a_queue_that_waits_for_a_slot_does_not_stop_it(make: Any, loras: Any) -> None:
+    llm = make(max_loras=1)
+    llm.generate(PROMPTS[:2], greedy(), [loras[0], loras[2]], progress=False)
+    assert steps_ahead(llm) > 18

@@ -82,7 +82,7 @@ class EngineConfig:
         num_kv_blocks: size of the KV pool; None sizes it from memory. One block more is made
             for padding rows.
         async_scheduling: launch the next decode step before the tokens of the last one are known
-            on the host, where nothing depends on them (vLLM's option).
+            on the host, where nothing depends on them: greedy decoding on CUDA (vLLM's option).
         gpu_memory_utilization: share of the GPU's memory that weights, slots, activations and
             KV pool may fill together.
         adapter_root: if set, adapters are read from below this folder only.

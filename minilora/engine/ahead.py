@@ -7,6 +7,9 @@ commits them while the next one runs (vLLM calls this async scheduling).
 
 The price: whether an answer ends with a token is seen one step late. The row that was launched for
 it nevertheless is dropped, and its KV blocks go to nobody before that step has run.
+
+Only greedy choices run ahead: others upload their settings or ask the device, which would wait for
+the step just launched. Steps are in order on one CUDA stream, so all callers must use the same.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ class Launched:
     Attributes:
         step: what was scheduled.
         drawn: the tokens it chooses; None if the launch failed.
-        logits: what they were chosen from.
+        logits: what they were chosen from, if a row wants log probabilities.
         error: why the launch failed.
     """
 
@@ -44,14 +47,15 @@ class Launched:
 def launch(runner: ModelRunner, step: ScheduledStep) -> Launched:
     """Launch a step and the choice of its tokens; wait for neither."""
     if not step.requests:
-        return Launched(step, Drawn(torch.empty(0, dtype=torch.int64)), torch.empty(0, 0))
+        return Launched(step, Drawn(torch.empty(0, dtype=torch.int64)))
     try:
         logits = runner.execute(step.batch)
         wanted = len(step.sampling)
         if len(logits) != wanted:
             raise RuntimeError(f"{len(logits)} rows of logits for {wanted} requests")
         rows = [sampling_row(request) for request in step.sampling]
-        return Launched(step, draw(logits, rows), logits)
+        wanted_later = any(row.params.logprobs is not None for row in rows)
+        return Launched(step, draw(logits, rows), logits if wanted_later else None)
     except Exception as error:
         return Launched(step, error=error)
 
@@ -65,7 +69,6 @@ def read(launched: Launched) -> list[SampledToken]:
     if launched.error is not None:
         raise launched.error
     assert launched.drawn is not None
-    assert launched.logits is not None
     rows = [sampling_row(request) for request in launched.step.sampling]
     return collect(launched.logits, rows, launched.drawn)
 
@@ -97,11 +100,9 @@ def step_after(
 def _goes_on(request: Request, max_model_len: int) -> bool:
     """Return whether a request takes another token for sure, unless it stops by its text."""
     params, made = request.params, len(request.output_token_ids) + 1
-    alone = params.repetition_penalty == 1.0 and params.logprobs is None
+    alone = params.greedy and params.repetition_penalty == 1.0 and params.logprobs is None
     longer = made < params.max_tokens and request.num_tokens + 1 < max_model_len
-    # The bans of `min_tokens` are lifted by a count that is one behind here.
-    same_bans = made != params.min_tokens
-    return not request.finished and alone and longer and same_bans
+    return not request.finished and alone and longer and not request.banned_token_ids()
 
 
 def sampling_row(request: Request) -> SamplingRow:
@@ -129,15 +130,20 @@ class AheadEngine:
         self._launched: Launched | None = None
         self.num_ahead = 0  # steps that were launched before the tokens before them were known
 
-    @property
-    def busy(self) -> bool:
-        """Whether a step is launched and not read."""
-        return self._launched is not None
+    def take(self) -> Launched | None:
+        """Return the step that is launched and not read; it is the caller's to read."""
+        launched, self._launched = self._launched, None
+        return launched
+
+    def drop_finished(self) -> None:
+        """Forget the launched step if nobody waits for it any more."""
+        launched = self._launched
+        if launched is not None and all(r.finished for r in launched.step.requests):
+            self._launched = None
 
     def next(self) -> Launched:
         """Return the next step to read; the one after it is launched, where that can be."""
-        current = self._launched or launch(self._runner, self._scheduler.schedule())
-        self._launched = None
+        current = self.take() or launch(self._runner, self._scheduler.schedule())
         after = step_after(current, self._scheduler, self._max_model_len)
         if after is not None:
             self.num_ahead += 1

@@ -76,12 +76,27 @@ class EngineCore:
         with self.lock:
             self.abort_dropped()
             if self.ahead is not None:
-                launched = self.ahead.next()
-                step, sampled = launched.step, self._read(launched)
-            else:
-                step = self.scheduler.schedule()
-                sampled = self.execute(step)
+                self._step_ahead(self.ahead)
+                return
+            step = self.scheduler.schedule()
+            sampled = self.execute(step)
             self._commit(step, sampled)
+
+    def _step_ahead(self, ahead: AheadEngine) -> None:
+        try:
+            launched = ahead.next()
+            self._commit(launched.step, self._read(launched))
+        except BaseException:
+            ahead.take()  # it follows on tokens that were not committed; they are computed again
+            raise
+        ahead.drop_finished()
+
+    def settle(self) -> None:
+        """Read and commit the step that was launched ahead, and launch none after it."""
+        with self.lock:
+            launched = self.ahead.take() if self.ahead is not None else None
+            if launched is not None:
+                self._commit(launched.step, self._read(launched))
 
     def execute(self, step: ScheduledStep) -> list[SampledToken]:
         """Run a step and sample from its logits; if it fails, its requests do."""

@@ -131,10 +131,15 @@ def draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Drawn:
 
 
 @torch.no_grad()
-def collect(logits: torch.Tensor, rows: Sequence[SamplingRow], drawn: Drawn) -> list[SampledToken]:
-    """Wait for what `draw` chose, and add the log probabilities that rows asked for."""
+def collect(
+    logits: torch.Tensor | None, rows: Sequence[SamplingRow], drawn: Drawn
+) -> list[SampledToken]:
+    """Wait for what `draw` chose, and add the log probabilities that rows asked for.
+
+    `logits` may be None if no row did.
+    """
     ids = drawn.wait()
-    logprobs = _logprobs(logits, rows, ids)
+    logprobs = {} if logits is None else _logprobs(logits, rows, ids)
     return [SampledToken(token, logprobs.get(i), token >= 0) for i, token in enumerate(ids)]
 
 

@@ -94,8 +94,11 @@ class Scheduler:
 
     @property
     def could_admit(self) -> bool:
-        """Whether a request waits and there may be room for it."""
-        return bool(self.waiting) and len(self.running) < self._max_num_seqs
+        """Whether a waiting request could start now; asks what `schedule` asks."""
+        if len(self.running) == self._max_num_seqs:
+            return False
+        first = next((request for request in self.waiting if self._has_slot(request)), None)
+        return first is not None and self.pool.blocks_for(first.num_tokens) <= self.pool.num_free
 
     def extend_all(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> bool:
         """Let every request's blocks hold so many tokens, without preempting anybody.

@@ -68,6 +68,7 @@ class StepChecker:
         """Start watching; check first what was captured."""
         runner, core = self._runner, self._llm.core
         # Steps are checked whole, with all their tokens, so none is launched ahead meanwhile.
+        core.settle()
         ahead, core.ahead = core.ahead, None
         config = self._llm.config
         max_loras = config.max_loras if config.enable_lora else 0
