@@ -34,7 +34,6 @@ KNOWN = {
     "mkdocs serve",
     "ruff format .",
     'pytest -n auto -m "not slow"',
-    "pip install torch --index-url https://download.pytorch.org/whl/cpu",
 }
 
 
@@ -81,7 +80,7 @@ def test_shell_is_ours(path: Path, text: str) -> None:
 
 def check(command: str) -> None:
     """Fail for a command of ours that does not parse, and for any that nobody knows."""
-    if command in RUN | KNOWN:
+    if command in RUN | KNOWN or command.startswith("pip install torch --index-url "):
         return
     inner = re.fullmatch(r"MODEL=\$\((.*)\)", command)
     words = shlex.split(inner[1] if inner else command)
