@@ -28,7 +28,7 @@ def test_a_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "gather bmm" in printed
     found = json.loads(out.read_text())
     assert found["shape"] == "smollm2"
-    assert f"torch {torch.__version__}" in found["machine"]
+    assert f"torch {torch.__version__}" in found["versions"]
     assert found["command"].startswith("minilora bench kernels --rows 1 8 --adapters 1 4 --work")
     assert main(found["command"].split()[1:]) == 0
     # 1 row cannot have 4 adapters: that line would be another's, under a wrong name
@@ -112,3 +112,10 @@ def test_the_page_is_what_the_json_says() -> None:
         [sys.executable, str(script), "--check"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "benchmarks").glob("*.json")))
+def test_a_committed_result_says_where_it_is_from(path: Path) -> None:
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for field in ("machine", "versions", "date", "command", "unit"):
+        assert isinstance(result.get(field), str), field

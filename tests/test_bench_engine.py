@@ -59,7 +59,7 @@ def test_the_command(
     assert f"bench {kind}" in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert list(found["results"]) == cases
-    assert "torch" in found["machine"]
+    assert "torch" in found["versions"]
     texts = [element.text for element in ElementTree.fromstring(svg.read_text()).iter()]
     assert set(cases) <= set(texts)
 

@@ -330,7 +330,7 @@ def test_a_negative_grid_is_refused() -> None:
 
 
 def test_broken_variant_minus_one_counted_as_a_group() -> None:
-    """vLLM 0.24: [A, none, B] gets tables of three groups and a grid of two; B is dropped."""
+    """vLLM 0.24: [A, none, B] gets three groups and a grid of two; A (slot 2) is dropped."""
     call = Call([2, NO_LORA, 0])
     call.check(call.run())
     call.meta.active_lora_ids.copy_(torch.tensor([-1, 0, 2, -1]))

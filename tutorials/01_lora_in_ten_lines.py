@@ -176,8 +176,8 @@ print(f"projections: {base_bytes / 1e9:.2f} GB, one adapter: {adapter_bytes / 1e
 # Or keep merged copies, one an adapter. Nothing is swapped, but memory ends soon, and the batch
 # shares nothing: each row reads a weight of its own.
 #
-# A decode step (one new token for each user) reads its weights once and does little else, so its
-# cost is that traffic. Count the bytes for one token of each of our three users.
+# A decode step (one new token for each user) reads its weights once and does little else, so it
+# cannot be faster than that traffic. Count the bytes for one token of each of our three users.
 
 # %%
 n, users, memory = len(adapters), len(x), 80e9  # bytes of a large GPU
@@ -242,7 +242,8 @@ print(f"minilora answers {answers(out)}, right is {right}")
 # %% [markdown]
 # ## On a GPU
 #
-# A decode step of the same shape, measured without and with adapters, beside what the bytes say:
+# A decode step of the same shape, measured without and with adapters, beside what the bytes say.
+# This is minilora with all that the next tutorials build, its kernels and its graphs:
 
 # %%
 measured = json.loads(Path("docs/benchmarks/h200-graphs.json").read_text())
@@ -255,9 +256,11 @@ for step, (without, with_adapters, ratio) in measured["active"].items():
     )
 
 # %% [markdown]
-# About a tenth more, where the bytes promise a few hundredths at most: what is left is launching
-# many small kernels and waiting for them. Kernels that serve all adapters in one launch, and
-# graphs that launch a whole step at once, are what the next tutorials are about.
+# About a tenth more, where the bytes alone would be a few hundredths at most. Bytes are a lower
+# bound: a step cannot be faster than its reading. The rest is not explained by these numbers. (Each
+# layer has eight more launches that wait for the ones before them, so that is where to look first.)
+# Such kernels, and the graphs that launch a whole step at once, are what the next tutorials are
+# about.
 #
 # ## Check
 

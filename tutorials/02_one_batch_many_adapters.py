@@ -226,7 +226,7 @@ for place, row in enumerate(token_indices_sorted_by_lora_ids):
     ax.text(
         -0.08, row, f"row {row}, {who[row]}: {token_lora_mapping[row]}", ha="right", va="center"
     )
-    ax.text(1, place - 0.22, f"row {row}", ha="center", va="bottom", color=mine)
+    ax.text(1, place - 0.22, f"row {row}", ha="center", va="bottom")
 for g, slot in enumerate(active_lora_ids):
     ends = lora_token_start_loc[g : g + 2]
     text = f"program {g}: slot {slot}, sorted[{ends[0]}:{ends[1]}]"

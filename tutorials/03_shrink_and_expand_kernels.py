@@ -212,6 +212,10 @@ for tile in range(num_tiles):
 # In decode there are few rows, so few programs, and each walks along a width of thousands: most of
 # a GPU idles. *Split-K* gives each part of the width to a program of its own. Then the parts of one
 # element must be added. By whom? `HOW` tries three ways.
+#
+# (`rows_by_tile` returns slot, rank, rows and mask of a tile. It takes its number, the tables, the
+# slots' ranks, how many groups there are, `R`, `BLOCK_M`, and the room for groups, 4. All our
+# ranks are `R`: the last argument, `False`, says so, and `counts` stands where ranks would be.)
 
 # %%
 from minilora.ops.triton.routing import rows_by_tile

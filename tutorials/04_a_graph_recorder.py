@@ -10,7 +10,7 @@
 # **You will learn**
 #
 # - what capture and replay are, and why a naive recorder gives old answers;
-# - four things that a graph freezes: addresses, numbers, branches, shapes;
+# - four things that a graph freezes: addresses, numbers, shapes, branches;
 # - what must be refused, and why the refusal should name your line.
 #
 # **You need** some PyTorch. Nothing of CUDA: the recorder runs anywhere. Ten minutes to read, five
@@ -19,6 +19,7 @@
 # %%
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 torch.manual_seed(0)
 x = torch.zeros(4, 3)  # [T, in]: the fixed input, T rows
@@ -82,8 +83,8 @@ naive_is_right = torch.equal(naive.replay(), step())
 
 # %% [markdown]
 # All zeros. The first call, `mm`, did see the ones in `x`: its memory is the same. But the
-# replayed `mm` made a *new* tensor, and the next call on the tape still reads the old one. A
-# chain is only as fresh as its first link.
+# replayed `mm` made a *new* tensor, and the next call on the tape still reads the old one. Only
+# the first link of the chain was fresh; every later one read a tensor of the capture.
 #
 # On a GPU nothing is new at replay: an output lies where it lay at capture, and is overwritten.
 # So must it be here.
@@ -111,7 +112,7 @@ class Graph(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() in ("aten::_local_scalar_dense", "aten::nonzero"):
             raise RuntimeError(f"{func.name()} takes a number from a tensor; a graph cannot")
-        for tensor in (*args, *(kwargs or {}).values()):
+        for tensor in tree_leaves((args, kwargs)):  # also in a list, as torch.cat takes them
             if isinstance(tensor, torch.Tensor) and self.where(tensor) not in self.storages:
                 raise RuntimeError(f"{func.name()} reads a tensor {list(tensor.shape)}, undeclared")
         out = func(*args, **(kwargs or {}))
@@ -172,7 +173,18 @@ print("graph:", scaled.replay()[0].tolist(), "eager:", (x * scale)[0].tolist())
 frozen_number = scaled.replay()[0, 0].item()
 
 # %% [markdown]
-# **Branches and shapes.** An `if` ran once, at capture, and only its calls are on the tape.
+# **Shapes.** A size is a number too. This graph was captured in a step of two rows. The next step
+# has four.
+
+# %%
+n = 2
+first_rows = Graph(x=x, w=w).capture(lambda: x[:n] @ w)
+n = 4
+frozen_rows = len(first_rows.replay())
+print("graph:", frozen_rows, "rows, eager:", len(x[:n] @ w), "rows")
+
+# %% [markdown]
+# **Branches.** An `if` ran once, at capture, and only its calls are on the tape. So did a loop.
 # Predict: the graph below is captured with two adapters. What does it do for a step with three?
 
 # %%
@@ -210,6 +222,7 @@ for name, fn in {
     "item": lambda: x * x.sum().item(),
     "nonzero": lambda: x.nonzero(),
     "stranger": lambda: x * stranger,
+    "in a list": lambda: torch.stack([stranger, stranger]),
 }.items():
     try:
         Graph(x=x).capture(fn)
@@ -261,7 +274,8 @@ assert torch.equal(captured.replay(), step()), "and so does minilora's recorder"
 assert not moved, "a graph keeps the address of the capture"
 assert frozen_number == 2.0, "a number of Python stays what it was"
 assert not third_adapter_served, "a loop of Python is unrolled once"
-assert refused == ["item", "nonzero", "stranger"]
+assert frozen_rows == 2, "so does a number of rows"
+assert refused == ["item", "nonzero", "stranger", "in a list"]
 assert unwritten[2:].isnan().all(), "memory that was not written shows"
 
 # %% [markdown]

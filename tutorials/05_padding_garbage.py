@@ -108,51 +108,61 @@ print("place 4 holds token", mended_token)
 # %% [markdown]
 # ## An embedding that writes its own input
 #
-# Now the second kind. LoRA for embeddings gives adapters a few extra tokens, with ids from 16 on
-# in their own table. One way to look them up: shift the ids of rows that have an adapter, *in
-# place*, and use one long table. Eager execution is right, because the ids are written anew for
-# each step. In a graph the ids are its input buffer.
+# Now the second kind. Adapters may add a few tokens of their own, whose ids begin where the
+# model's end: here 16 and 17. Each adapter has its own two, so one long table holds the 16 rows of
+# the model and then two rows for each of three adapters, and the extra ids are *shifted* to the
+# adapter's place: by 0 for the first, by 2 for the second, by 4 for the third. One way to do it:
+# add the shift to the ids, *in place*, and look all of them up. Eager execution is right, because
+# the ids are written anew for each step. In a graph the ids are its input buffer.
 #
-# Suppose ids and shifts are written for the real rows only, and two of four rows are real.
+# Suppose ids and shifts are written for the real rows only, and two of four rows are real. Row 1
+# asks for an extra token of the second adapter, and row 3, padding now, did so in an earlier step.
 # Predict: what does the id of row 3 look like over ten replays?
 
 # %%
-shift = torch.tensor([0, 2, 0, 2])  # what the rows of an earlier, larger step had
-long_table = torch.randn(VOCAB + 30, WIDTH)
-ids = torch.tensor([5, 6, 7, 9])
+shift = torch.tensor([0, 2, 0, 2])  # rows 2 and 3 are of an earlier, larger step
+long_table = torch.randn(VOCAB + 3 * 2, WIDTH)
+earlier = [5, 16, 7, 17]
+ids = torch.tensor(earlier)
 
 
 def embed_in_place() -> torch.Tensor:
-    ids.add_(shift)  # the graph writes to its own input
+    ids.add_(torch.where(ids >= VOCAB, shift, 0))  # the graph writes to its own input
     return long_table.index_select(0, ids)
 
 
 shifting = RecordedBackend({"ids": ids, "shift": shift, "table": long_table}).capture(
     embed_in_place
 )
-ids.copy_(torch.tensor([5, 6, 7, 9]))
-history = []
+ids.copy_(torch.tensor(earlier))
+history, stopped = [], ""
 for _ in range(10):
-    ids[:2] = torch.tensor([5, 6])  # the real rows are written in each step
-    shifting.replay()
+    ids[:2] = torch.tensor(earlier[:2])  # the real rows are written in each step
+    try:
+        shifting.replay()
+    except IndexError as error:
+        stopped = str(error)
     history.append(ids.tolist())
-for replay in (0, 1, 2, 9):
-    print(f"ids after replay {replay}: {history[replay]}")
+    print(f"ids after replay {len(history)}: {history[-1]}")
+    if stopped:
+        print(stopped)
+        break
 
 # %% [markdown]
-# Row 1 is right each time: it is 6 again before every replay. Row 3 is padding, nobody writes it,
-# and each replay adds to what the last one left. Some day it passes the end of the table: on a
-# GPU that is a read of foreign memory, or an illegal access that stops the server hours after the
-# fault was made.
+# Row 1 is right each time: it is 16 again before every replay, and becomes 18. Row 3 is padding,
+# nobody writes it, and each replay adds to what the last one left, until it leaves the table. A
+# CPU says so. On a GPU that is a read of foreign memory, or an illegal access that stops the
+# server hours after the fault was made: the more rows the table has, the later.
 
 # %%
 fig, ax = plt.subplots()
 for row, colour in enumerate(("tab:blue", "tab:green", "0.5", "tab:red")):
     values = [after[row] for after in history]
     name = f"row {row}" + ("" if row < 2 else ", padding")
-    ax.plot(range(1, 11), values, color=colour, marker="o", label=name)
-ax.axhline(VOCAB, color="0.5", linestyle="--")
-ax.text(5.4, VOCAB - 1.6, "the ids of the model end here")
+    ax.plot(range(1, len(history) + 1), values, color=colour, marker="o", label=name)
+ax.axhline(len(long_table) - 0.5, color="0.5", linestyle="--")
+ax.text(1, len(long_table) - 1.7, "the table ends here")
+ax.set_xticks(range(1, len(history) + 1))
 ax.set(xlabel="replay", ylabel="id in the buffer", title="A graph that writes its own input")
 ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 plt.show()
@@ -165,11 +175,11 @@ plt.show()
 
 # %%
 def embed() -> torch.Tensor:
-    return long_table.index_select(0, ids + shift)
+    return long_table.index_select(0, ids + torch.where(ids >= VOCAB, shift, 0))
 
 
+ids.copy_(torch.tensor(earlier))
 pure = RecordedBackend({"ids": ids, "shift": shift, "table": long_table}).capture(embed)
-ids.copy_(torch.tensor([5, 6, 7, 9]))
 for _ in range(10):
     pure.replay()
 after_ten = ids.tolist()
@@ -191,7 +201,7 @@ try:
     check_replay(
         embed_in_place,
         {"ids": ids},
-        [{"ids": torch.tensor([5, 6, 7, 9])}, {"ids": torch.tensor([1, 2, 3, 4])}],
+        [{"ids": torch.tensor(earlier)}, {"ids": torch.tensor([1, 16, 17, 4])}],
         state={"shift": shift, "table": long_table},
     )
 except FaultFound as error:
@@ -201,7 +211,7 @@ print(found)
 checked = check_replay(
     embed,
     {"ids": ids},
-    [{"ids": torch.tensor([5, 6, 7, 9])}, {"ids": torch.tensor([1, 2, 3, 4])}],
+    [{"ids": torch.tensor(earlier)}, {"ids": torch.tensor([1, 16, 17, 4])}],
     state={"shift": shift, "table": long_table},
 )
 print(f"the pure one: {checked} replays, all right")
@@ -242,8 +252,9 @@ assert naive_token != 3, "a padding row wrote to a place of somebody else"
 assert mended_token == 3, "a padding row that is written writes to nobody's place"
 row_3 = [after[3] for after in history]
 assert row_3 == sorted(set(row_3)), "the id of the padding row grows with every replay"
-assert max(row_3) >= VOCAB, "and leaves the table"
-assert after_ten == [5, 6, 7, 9], "the pure embedding does not change its input"
+assert max(row_3) >= len(long_table), "and leaves the table"
+assert "out of range" in stopped
+assert after_ten == earlier, "the pure embedding does not change its input"
 assert "in place" in found, "the harness names the fault"
 assert checked > 0
 assert written.input_ids[3] == 0

@@ -9,7 +9,7 @@
 #
 # **You will learn**
 #
-# - what a grid that is too large costs, and what one that is too small does;
+# - what a grid that is too large does, and what one that is too small does;
 # - which counts to capture, and how to round up between them;
 # - how rows *without* an adapter made the count wrong, and why `-1` must never be a group.
 #
@@ -94,8 +94,8 @@ print("three adapters, grid of 4:", just_right)
 
 # %% [markdown]
 # The grid of two served slots 0 and 2, the first two groups; slot 3 got nothing. The grid of four
-# has a program too many, which finds `-1` and does nothing: too large is right, and only costs.
-# So: capture several counts, and **round up**.
+# has a program too many, which finds `-1` and does nothing: too large is right, and only wastes
+# programs. So: capture several counts, and **round up**.
 #
 # ## Which counts?
 #
@@ -270,6 +270,10 @@ for name in ("one set", "two sets", "by count"):
     print(f"{name:9}{one['graphs']:3} graphs, {mib:.0f} MiB, {one['seconds']:.1f} s to capture")
 
 # %% [markdown]
+# Each step ran in the graph of its own count here, so this does not say what a grid that is too
+# large would cost. And do not read too much into the order of the last three lines: more adapters
+# cannot take less time, so figures that far apart, a hundredth or two, are noise.
+#
 # ## Check
 
 # %%

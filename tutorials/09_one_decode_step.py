@@ -70,9 +70,10 @@ for name, tokens in zip(rows, alone, strict=True):
 # %% [markdown]
 # ## The first step: prompts
 #
-# `engine/llm.py` queues the requests; `engine/core.py` runs steps, and a step is three lines:
-# schedule, execute, commit. The first step of all three computes their prompts (39 tokens each). We
-# let it run, twice, and then look into the third step, by hand.
+# `engine/llm.py` queues the requests; `engine/core.py` runs steps. A step is three calls: schedule,
+# execute, commit (unless it runs ahead, with `async_scheduling`). The first step of all three
+# requests computes their prompts (39 tokens each). We let it run, twice, and then look into the
+# third step, by hand.
 
 # %%
 for name in rows:
@@ -196,8 +197,9 @@ print("logits", list(out.shape), "of which real", list(logits.shape))
 # ## By hand
 #
 # Now row 0 once more, the pirate's, with what lies on disk: the weights of the model, the
-# adapter's two matrices for each projection, and the keys and values of its earlier tokens, which
-# the step found through its block table.
+# adapter's two matrices for each projection, and the keys and values of its 40 earlier tokens,
+# which the step found through its block table. The new token's own we compute, and compare with
+# what the replay stored in the cache.
 
 # %%
 weights = {name: t.double() for name, t in load_file(folder / "model.safetensors").items()}
@@ -237,13 +239,25 @@ def rotate(x: torch.Tensor, position: int) -> torch.Tensor:  # [heads, D]
 
 
 # %%
-def attend(q: torch.Tensor, layer: int, row: int) -> torch.Tensor:
-    length = int(step.context_lens[row])
+stored_errors = []
+
+
+def cached(layer: int, row: int) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = step.block_tables[row].tolist()
     cache = llm.kv_cache.tensor[layer].double()  # [2, blocks, 16, Hkv, D]
-    where = [(blocks[token // 16], token % 16) for token in range(length)]
-    k = torch.stack([cache[0, block, place] for block, place in where])  # [length, Hkv, D]
-    v = torch.stack([cache[1, block, place] for block, place in where])
+    where = [(blocks[token // 16], token % 16) for token in range(int(step.context_lens[row]))]
+    k, v = (torch.stack([part[block, place] for block, place in where]) for part in cache)
+    return k, v  # [length, Hkv, D] each
+
+
+def attend(
+    q: torch.Tensor, own_k: torch.Tensor, own_v: torch.Tensor, layer: int, row: int
+) -> torch.Tensor:
+    k, v = cached(layer, row)
+    stored_errors.append(
+        max(float((k[-1] - own_k).abs().max()), float((v[-1] - own_v).abs().max()))
+    )
+    k, v = torch.cat([k[:-1], own_k[None]]), torch.cat([v[:-1], own_v[None]])
     out = []
     for head in range(HEADS):
         kv = head * KV_HEADS // HEADS
@@ -258,8 +272,9 @@ def by_hand(row: int) -> torch.Tensor:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         normed = norm(x, f"{name}.input_layernorm")
-        q = rotate(project(normed, f"{name}.self_attn.q_proj").view(HEADS, D), position)
-        x = x + project(attend(q, layer, row), f"{name}.self_attn.o_proj")
+        q, k, v = (project(normed, f"{name}.self_attn.{part}_proj").view(-1, D) for part in "qkv")
+        attended = attend(rotate(q, position), rotate(k, position), v, layer, row)
+        x = x + project(attended, f"{name}.self_attn.o_proj")
         normed = norm(x, f"{name}.post_attention_layernorm")
         gate, up = (project(normed, f"{name}.mlp.{part}_proj") for part in ("gate", "up"))
         x = x + project(torch.nn.functional.silu(gate) * up, f"{name}.mlp.down_proj")
@@ -270,12 +285,10 @@ hand = by_hand(0)
 difference = float((hand - logits[0]).abs().max())
 print("by hand:", [round(value, 5) for value in hand[:5].tolist()])
 print("engine: ", [round(value, 5) for value in logits[0, :5].tolist()])
+print(f"keys and values in the cache differ by {max(stored_errors):.0e} at most")
 print(f"largest difference {difference:.1e} in logits from {hand.min():.1f} to {hand.max():.1f}")
 
 # %% [markdown]
-# (The step's own key and value are read from the cache too: the replay stored them before it
-# attended.)
-#
 # ## Sample and commit
 #
 # The sampler chooses before the next replay overwrites the logits; `engine/commit.py` appends the
@@ -310,6 +323,7 @@ assert int(step.context_lens[3]) == 0
 assert int(step.slot_mapping[3]) // 16 == 0, "padding writes to the block of nobody"
 assert stale[0] > 0.01 > max(stale[1:]), "a row that was left over spoils the owner of its block"
 assert max(whole) < 1e-3, "a step that is written whole spoils nobody"
+assert max(stored_errors) < 1e-3, "the step stored its keys and values"
 assert difference < 1e-3, "forty lines of plain PyTorch give the same logits"
 assert third == alone, "and one batch gives the tokens of three models"
 assert len({output.text for output in outputs}) == 3
@@ -317,9 +331,9 @@ assert len({output.text for output in outputs}) == 3
 # %% [markdown]
 # ## What you have seen
 #
-# Host lists become fixed tensors, the tensors choose a graph, the graph is replayed, three rows
-# come back. Each file answers one question; [the map](../how-it-works.md) lists them. Next:
-# [torch.compile](10_torch_compile.md).
+# Two counts, of rows and of adapters, choose a graph; host lists become its fixed tensors; it is
+# replayed, and three rows come back. Each file answers one question; [the
+# map](../how-it-works.md) lists them. Next: [torch.compile](10_torch_compile.md).
 #
 # Exercises: compute row 2 by hand, with the poet's matrices. Fill block 0 with NaN before the
 # replay: which logits change? Ask with five requests, and predict the graph and its padding.

@@ -161,9 +161,11 @@ print("always a slice:    ", always_sliced)
 # ## No guards
 #
 # Checking guards takes time in every step. So a server may drop them: compile at the start, keep
-# the program, call it for ever. Then whatever was taken for granted must be true for ever. We call
-# the program of above with one row, and one whose rows are marked static (which is also what a
-# first call without a mark takes them for).
+# the program, call it for ever. Then whatever was taken for granted must be true for ever.
+#
+# We try that with two programs. The first is the one above, with 8192 in it: we call it with one
+# row. The second is new, and picks the last row of a prompt. Its rows are marked as static, as an
+# unmarked size is on a first call anyway. Predict what each returns.
 
 
 # %%

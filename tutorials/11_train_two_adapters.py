@@ -14,7 +14,8 @@
 # - how three requests of one batch get three different models.
 #
 # **You need** [tutorial 1](01_lora_in_ten_lines.md) for the idea; nothing of CUDA. The first run
-# takes the model out of a package (98 MB). About a minute.
+# takes the model out of a package: 93 MB of 4-bit weights, which become 538 MB of float32 on disk.
+# About a minute.
 
 # %%
 from __future__ import annotations
@@ -174,7 +175,7 @@ def pirate_texts(rng: random.Random) -> tuple[list[Pair], list[Pair]]:
 # not, this is the same model that both adapters sit on.)
 
 # %%
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "num_kv_blocks": 64}
+SIZES: dict[str, Any] = {"max_num_seqs": 6, "max_model_len": 128, "num_kv_blocks": 64}
 llm = LLM(model_folder, enable_lora=True, max_loras=2, max_lora_rank=8, device="cpu", **SIZES)
 short = SamplingParams(temperature=0, max_tokens=24)
 question = "What is the highest weight of the animals?"
@@ -183,8 +184,9 @@ nicely = llm.chat(asked, short, progress=False)[0].text
 print(nicely)
 
 # %% [markdown]
-# It has seen SQL somewhere, but a small model does not keep to a form. A larger prompt would cost
-# tokens in every request. Training writes the form into weights, once.
+# English, and a number that it made up: so small a model does not keep to the form that it was
+# asked for. A longer prompt with examples might help, and would cost tokens in every request.
+# Training writes the form into weights, once.
 #
 # ## From pairs to batches
 #
@@ -311,8 +313,8 @@ for name in LESSONS:
 # ## One batch, three models
 #
 # The same engine that answered above now gets six requests: two questions, each to the base model
-# and to both adapters. They share every step; the weights of the model are read once for all of
-# them. Neither question was in a training text.
+# and to both adapters. It may have six in a batch (`max_num_seqs`), so all six share each step, and
+# the weights of the model are read once for all of them. Neither question was in a training text.
 
 # %%
 questions = [question, "What is a school?"]
@@ -335,9 +337,10 @@ for info in llm.list_adapters():
 #
 # ## Is it right?
 #
-# The answers look right, and looks are not enough: fluent text of the wrong adapter looks right
-# too. So each token is compared with the oracle, which merges the adapter into the weights and
-# knows no batch. (The first answers of each, to be quick.)
+# The query is a good one, and what the base model says is nonsense. Looks decide nothing: nonsense
+# may be just what this model says, and fluent text of the wrong adapter would look well too. So
+# each token is compared with the oracle, which merges the adapter into the weights and knows no
+# batch. (The first answer of each, to be quick.)
 
 # %%
 from minilora.testing import Oracle
@@ -364,7 +367,8 @@ assert all(agree), "every token is the oracle's"
 # %% [markdown]
 # ## What you have seen
 #
-# A grammar, a few dozen steps of training and two megabytes make a new voice; a request names it,
-# and one batch serves them all. Next: [measuring honestly](12_measuring_honestly.md).
+# A grammar, a few dozen steps of training and a file of one or two megabytes make a new voice; a
+# request names it, and one batch serves them all. Next: [measuring
+# honestly](12_measuring_honestly.md).
 #
 # Exercises: train `sql` with rank 1. Train it on `down_proj` alone. Ask `pirate` something in SQL.

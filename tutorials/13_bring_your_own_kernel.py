@@ -114,9 +114,21 @@ returned = len(graph.replay())
 print(f"captured with 3 rows, replayed for 4: the graph returns {returned} rows")
 
 # %% [markdown]
-# The last request of the batch gets no answer at all. And while `num_real` was below four,
-# `sums[3]` grew with every step, so that eager execution is wrong as well, in the first step that
-# has four rows again.
+# The last request of the batch gets no answer at all. Nor is the layer right without a graph. The
+# unit test never had a step with fewer rows than the buffer. Three eager steps:
+
+# %%
+layer = RowNorm(weight, rows=4)
+eager_errors = []
+for real in (4, 2, 3):
+    layer.num_real = real
+    x.copy_(torch.randn(4, 6))
+    eager_errors.append(float((layer(x) - right(x, weight)[:real]).abs().max()))
+    print(f"{real} real rows, eager: largest error {eager_errors[-1]:.1e}")
+
+# %% [markdown]
+# The step of two rows added to all four sums and cleared two of them. The next step that has more
+# rows starts from what is left.
 #
 # ## Asking the harness
 #
@@ -284,6 +296,7 @@ temporary.cleanup()
 
 # %%
 assert unit_test_passes
+assert eager_errors[2] > 1e-2 > max(eager_errors[:2]), "a sum was left by a smaller step"
 assert returned == 3, "a number of rows that was frozen loses a request"
 assert "memory that it did not write" in first
 assert "a value of the capture was frozen" in second

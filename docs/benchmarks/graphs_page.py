@@ -66,7 +66,7 @@ def page(data: dict[str, Any]) -> str:
 <!-- Made by docs/benchmarks/make_pages.py from h200-graphs.json; edit those. -->
 
 Machine: one {data["machine"]}. {data["versions"]}. Date: {data["date"]}.
-Command: `python tests/benchmarks/bench_graphs.py --compile none --out FILE.json`.
+Command: `{data["command"]}`.
 Llama-2-7B shape, random weights, bfloat16, `max_num_seqs` 64, four slots of rank 16, FULL and
 PIECEWISE graphs, `compile="none"`: these were measured before `torch.compile` came. Times are
 medians. The run was cut by its time limit before it wrote its file: the JSON was put together from

@@ -44,7 +44,7 @@ def page(data: dict[str, Any]) -> str:
 
 <!-- Made by docs/benchmarks/make_pages.py from h200-kernels.json; edit those. -->
 
-Machine: {data["machine"]}. Date: {data["date"]}.
+Machine: {data["machine"]}, {data["versions"]}. Date: {data["date"]}.
 Command: `{data["command"]}`.
 Unit: {data["unit"]}. What limits each number is on [the page of the kernels](../kernels.md).
 

@@ -86,10 +86,3 @@ def refuse_short(outputs: Sequence[RequestOutput], tokens: int) -> None:
 def in_turn(loras: Sequence[LoRARequest | None], count: int) -> list[LoRARequest | None]:
     """Deal adapters to `count` requests in turn; none of them without adapters."""
     return [loras[i % len(loras)] if loras else None for i in range(count)]
-
-
-def machine(device: str) -> str:
-    """Return the hardware and versions behind a result of the option `device`."""
-    cuda = device != "cpu" and torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads"
-    return f"{name}, torch {torch.__version__}"

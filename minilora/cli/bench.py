@@ -128,12 +128,18 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     import torch
     from rich.console import Console
 
+    from minilora.bench.provenance import provenance
+
     device = _device(args.device)
     args.shape = args.shape or ("llama-3.1-8b" if device == "cuda" else "smollm2")
     dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
     console = Console()
+    unit = "microseconds of the LoRA of one layer, all four groups of projections"
+    made = provenance(device, _command(args, device, dtype), unit)
+    options = {"shape": args.shape, "dtype": dtype, "rank": args.rank, "max_loras": args.max_loras}
     console.print(
-        f"{_machine(device)}, {args.shape}, {dtype}, rank {args.rank}, {args.max_loras} slots"
+        f"{made['machine']}, {made['versions']}, {args.shape}, {dtype}, rank {args.rank}, "
+        f"{args.max_loras} slots"
     )
     rows = list(_rows(args, device, getattr(torch, dtype)))
     if not rows:
@@ -142,15 +148,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
             "a batch has at most one adapter a row"
         )
     console.print(_table(rows))
-    options = {"shape": args.shape, "dtype": dtype, "rank": args.rank, "max_loras": args.max_loras}
-    return {
-        "machine": _machine(device),
-        "command": _command(args, device, dtype),
-        "unit": "microseconds of the LoRA of one layer, all four groups of projections",
-        **options,
-        "repeats": args.repeats,
-        "rows": rows,
-    }
+    return {**made, **options, "repeats": args.repeats, "rows": rows}
 
 
 def _command(args: argparse.Namespace, device: str, dtype: str) -> str:
@@ -160,14 +158,6 @@ def _command(args: argparse.Namespace, device: str, dtype: str) -> str:
     flags = {**many, **one, "dtype": dtype, "device": device}
     text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
     return f"minilora bench kernels {text}"
-
-
-def _machine(device: str) -> str:
-    import torch
-
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    threads = "" if device == "cuda" else f", {torch.get_num_threads()} threads"
-    return f"{name}{threads}, torch {torch.__version__}"
 
 
 def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,12 @@ _KINDS = {
     "serve": "time to the first token, per token, and tokens a second by requests in flight",
     "compare": "LoRA off, idle, and several numbers of adapters, in turn in one run, as ratios",
 }
+_UNIT = {
+    "latency": "seconds of one batch, from prompt to last token",
+    "throughput": "tokens and requests a second",
+    "serve": "tokens a second; seconds to the first token (TTFT) and per token (TPOT)",
+    "compare": "seconds of one batch, from prompt to last token; over_off: a ratio of medians",
+}
 _MS = 1e3
 
 
@@ -124,17 +130,18 @@ def _show(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     from rich.table import Table
 
     from minilora.bench.plot import bars
-    from minilora.bench.setup import machine
+    from minilora.bench.provenance import provenance
 
     rows = {name: _figures(one) for name, one in found.items()}
-    of = machine(getattr(args, "device", "auto"))
-    table = Table("times in ms", *next(iter(rows.values())), title=f"bench {args.bench}: {of}")
+    made = provenance(getattr(args, "device", "auto"), _command(), _UNIT[args.bench])
+    title = f"bench {args.bench}: {made['machine']}, {made['versions']}"
+    table = Table("times in ms", *next(iter(rows.values())), title=title)
     for name, figures in rows.items():
         table.add_row(name, *(f"{value:.4g}" for value in figures.values()))
     Console().print(table)
     if args.out:
-        result = {"machine": of, "command": _command(), "results": found}
-        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps({**made, "results": found}, indent=2)
+        args.out.write_text(text + "\n", encoding="utf-8")
     if args.svg:
         column = "tokens/s" if args.bench in ("throughput", "serve") else "p50"
         values = {name: figures[column] for name, figures in rows.items()}

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import gc
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import NO_LORA, Batch, BatchRow
+from minilora.bench.provenance import provenance
 from minilora.config.capture_sizes import default_sizes
 from minilora.engine.make_runner import make_runner
 from minilora.lora.layers import LayerOptions
@@ -42,6 +41,10 @@ CASES: dict[str, dict[str, bool]] = {
     "two sets": {"specialize_lora": True, "specialize_active_lora": False},
     "by count": {"specialize_lora": True, "specialize_active_lora": True},
 }
+UNIT = (
+    "capture: seconds and MiB; idle, active and host: microseconds of a decode step, medians of "
+    "200 replays or 500 steps; first_request: seconds"
+)
 COMMON: dict[str, Any] = {
     "load_format": "dummy", "dtype": "bfloat16", "max_num_seqs": 64, "max_loras": 4,
     "max_lora_rank": 16, "max_model_len": 4096, "num_kv_blocks": 1200,
@@ -246,10 +249,7 @@ def main() -> None:
         return
     out = args.out
     results: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(),
-        "versions": f"torch {torch.__version__}, triton {triton.__version__}, "
-        f"Python {platform.python_version()}",
-        "date": time.strftime("%Y-%m-%d"),
+        **provenance("cuda", " ".join(["python", *sys.argv]), UNIT),
     }
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -12,13 +12,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from minilora.bench.provenance import provenance
 from minilora.ops.triton.bench import Workload, layer, tune
 
-# (rows, adapters): microseconds of one layer that issue 3 asks for, and the best peer's
+UNIT = (
+    "microseconds; Llama-3.1-8B, bfloat16, rank 16, 4 slots; 16 weight sets in one CUDA graph, "
+    "median of 50 replays / 16"
+)
+# (rows, adapters): microseconds of one layer that we aimed at, and the best peer's
 TARGETS = {(1, 1): (18, 32.2), (8, 1): (19, 35.3), (8, 4): (20, 36.7), (32, 4): (24, 42.1)}
 
 
@@ -84,10 +87,7 @@ def main() -> None:
         found: dict[str, Any] = tune()
     else:
         found = {
-            "machine": f"{torch.cuda.get_device_name()}, torch {torch.__version__}",
-            "command": "python tests/benchmarks/bench_kernels.py",
-            "unit": "microseconds; Llama-3.1-8B, bfloat16, rank 16, 4 slots; 16 weight sets in "
-            "one CUDA graph, median of 50 replays / 16",
+            **provenance("cuda", " ".join(["python", *sys.argv]), UNIT),
             "decode": decode(),
             "ratios": ratios(),
             "prefill 2048 rows, 4 adapters": prefill(),

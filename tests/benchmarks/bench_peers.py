@@ -15,7 +15,6 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minilora.bench import latency
-from minilora.bench.setup import Setup, machine, make_setup
+from minilora.bench.provenance import provenance
+from minilora.bench.setup import Setup, make_setup
 from minilora.testing.shapes import SHAPES
 
 ADAPTERS = 4
+UNIT = "seconds of one batch, from prompt to last token; average and percentiles"
 Runs = dict[str, Callable[[], None]]
 
 
@@ -100,11 +101,9 @@ def main() -> None:
         )
         runs = ours(setup, device, batch) | theirs(setup.model, args.rank, device, batch)
         found = latency.measure(runs, args.iterations, warm_up=1)
-    packages = ("transformers", "peft", "triton")
-    result = {
-        "machine": machine(device),
-        "versions": {name: metadata.version(name) for name in packages},
-        "command": " ".join(["python", *sys.argv]),
+    command = " ".join(["python", *sys.argv])
+    result: dict[str, Any] = {
+        **provenance(device, command, UNIT, packages=("transformers", "peft")),
         "options": {name: value for name, value in vars(args).items() if name != "out"},
         "dtype": "bfloat16" if device == "cuda" else "float32",
         "results": {name: latency.summary(seconds) for name, seconds in found.items()},

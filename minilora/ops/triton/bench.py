@@ -1,8 +1,10 @@
 """Measure the LoRA kernels on one GPU, and tune their table of launch configurations.
 
 Every figure is made in the same way: calls on 16 sets of weights are captured in one CUDA
-graph, so that weights do not simply stay in the caches and launches cost what they cost in a
-decode step; the graph is replayed 50 times, and the median is divided by 16.
+graph, so that launches cost what they cost in a decode step; the graph is replayed 50 times, and
+the median is divided by 16. Sixteen sets are what other engines' kernels were measured with, and
+only the largest case (gate_up, four adapters) is more than the 50 MB of an H200's L2 cache: the
+figures compare kernels, and a whole decode step (``minilora bench compare``) says what they cost.
 """
 
 from __future__ import annotations
