@@ -75,21 +75,24 @@ def decode_attention(
         in its last block, has no influence, not even a NaN.
     """
     block_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
-    blocks = block_tables[:, : -(-max_context_len // block_size)].long()
-    keys = k_cache[blocks].flatten(1, 2)  # [R, L, Hkv, D]
-    values = v_cache[blocks].flatten(1, 2)
-    position = torch.arange(keys.shape[1], device=q.device)
+    position = torch.arange(max_context_len, device=q.device)
     owned = position < context_lens[:, None]  # [R, L]
-    # 0 x NaN is NaN: mask what is not owned in K and V themselves, not only in the scores.
-    keys = keys.masked_fill(~owned[:, :, None, None], 0.0).transpose(1, 2)  # [R, Hkv, L, D]
-    values = values.masked_fill(~owned[:, :, None, None], 0.0).transpose(1, 2)
-    # A row of length 0 attends to one zero, so that its softmax is defined.
+    # 0 x NaN is NaN, so a mask over the scores is not enough: a row never reads what it does not
+    # own, but its own first token instead.
+    read = torch.where(owned, position, 0)
+    slots = block_tables.long().gather(1, read // block_size) * block_size + read % block_size
+    keys, values = (_tokens(cache, slots).to(q.dtype) for cache in (k_cache, v_cache))
+    # A row of length 0 has no first token: it attends to one, so that its softmax is defined.
     allowed = (owned | (position == 0))[:, None, None, :]  # [R, 1, 1, L]
     grouped = q.unflatten(1, (kv_heads, -1))  # [R, Hkv, G, D]: the heads of a group as rows
-    out = scaled_dot_product_attention(
-        grouped, keys.to(q.dtype), values.to(q.dtype), attn_mask=allowed, scale=scale
-    )
-    return out.flatten(1, 2).contiguous()
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=allowed, scale=scale)
+    return torch.where(context_lens[:, None, None] > 0, out.flatten(1, 2), 0.0)
+
+
+def _tokens(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return ``[R, Hkv, L, D]``: the tokens at `slots` ``[R, L]`` of a layer's keys or values."""
+    rows = cache.view(-1, cache.shape[2] * cache.shape[3]).index_select(0, slots.flatten())
+    return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2)
 
 
 @decode_attention.register_fake
