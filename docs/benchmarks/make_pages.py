@@ -11,28 +11,35 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import cpu_page
 import graphs_page
 import kernels_page
 
 FOLDER = Path(__file__).parent
-PAGES: Mapping[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
-    "kernels.md": ("h200-kernels.json", kernels_page.page),
-    "graphs.md": ("h200-graphs.json", graphs_page.page),
+PAGES: Mapping[str, tuple[Callable[..., str], tuple[str, ...]]] = {
+    "kernels.md": (kernels_page.page, ("h200-kernels.json",)),
+    "graphs.md": (graphs_page.page, ("h200-graphs.json",)),
+    "cpu.md": (cpu_page.page, ("cpu-decode.json", "cpu-peers.json")),
 }
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the pages, or compare them."""
     wrong = 0
-    for name, (results, page) in PAGES.items():
-        text = page(json.loads((FOLDER / results).read_text(encoding="utf-8")))
+    for name, (page, results) in PAGES.items():
+        text = page(*(_read(result) for result in results))
         file = FOLDER / name
         if "--check" not in argv:
             file.write_text(text, encoding="utf-8")
         elif not file.is_file() or file.read_text(encoding="utf-8") != text:
-            print(f"{name} is not what {results} says; run python docs/benchmarks/make_pages.py")
+            print(f"{name} is not what its JSON says; run python docs/benchmarks/make_pages.py")
             wrong += 1
     return int(wrong > 0)
+
+
+def _read(name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((FOLDER / name).read_text(encoding="utf-8"))
+    return result
 
 
 if __name__ == "__main__":

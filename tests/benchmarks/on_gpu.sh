@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, from the root of the repository: the tests, 100,000 steps of
-# random traffic and the sanitizer side by side, then the measurements alone.
+# random traffic and the sanitizer side by side. (Measure alone: bench_graphs.py, bench_decode.py.)
 # Usage: bash tests/benchmarks/on_gpu.sh [FOLDER]   (results and logs go to FOLDER)
 set -uo pipefail
 out=${1:-gpu-results}
@@ -28,5 +28,4 @@ grep -q "exit code [^0]" "$out/sanitizer.log" && failed=1
 tail -qn 1 "$out"/fuzz*.log | grep -qv "wrong: none" && failed=1
 cat "$out/sanitizer.log"
 tail -qn 1 "$out"/fuzz*.log
-python3 tests/benchmarks/bench_graphs.py --out "$out/h200-graphs.json"
 exit $failed
