@@ -31,7 +31,9 @@ def uncompiled() -> Iterator[None]:
 # As in `minilora.graphs.cuda`, for tests that profile on their own.
 os.environ.setdefault("TEARDOWN_CUPTI", "0")
 os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
+# Tiny matrices, and a test runs on every core: a second thread takes the other worker's.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 

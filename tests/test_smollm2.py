@@ -43,13 +43,6 @@ def reference(smollm2: Path) -> PeftReference:
     return PeftReference(smollm2)
 
 
-@pytest.fixture(autouse=True)
-def two_threads() -> object:
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(1)
-
-
 def test_greedy_tokens_and_logits(smollm2: Path, reference: PeftReference) -> None:
     llm = LogitsLLM(smollm2, dtype="float32", num_kv_blocks=32, device="cpu")
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
