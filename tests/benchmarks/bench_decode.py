@@ -12,26 +12,47 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_graphs import decode_batch, replay_times, replayer
+from bench_graphs import decode_batch, replayer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from minilora import LLM, SamplingParams
+from minilora.batch import Batch
 from minilora.bench.provenance import provenance
 from minilora.bench.setup import Setup, make_setup
 from minilora.runner import ModelRunner
 
+# As in `minilora.graphs.cuda`: the profiler is started more than once beside graphs.
+os.environ.setdefault("TEARDOWN_CUPTI", "0")
+os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+
 BYTES_PER_S = 4.27e12  # a read-only reduction on an H200
+SHORT = {"max_model_len": 4096, "num_kv_blocks": 1200}
+LONG = {"max_model_len": 32768, "num_kv_blocks": 4200}
+PARTS: dict[str, tuple[str, str, list[tuple[int, int, tuple[int, ...]]], int, dict[str, int]]] = {
+    # part: name, shape, [(rows, context, numbers of active adapters)], slots, options
+    "7b": (
+        "llama-2-7b", "llama-2-7b",
+        [(1, 160, (0, 1)), (8, 160, (0, 1, 2, 4)), (32, 160, (0, 1, 4))], 4, SHORT,
+    ),
+    "8k": (
+        "llama-3.1-8b, 8k", "llama-3.1-8b", [(8, 8000, (0, 1, 4)), (1, 8000, (0, 1))], 4, LONG,
+    ),
+    "16": (
+        "llama-3.1-8b, 16 adapters", "llama-3.1-8b", [(1, 160, (1,)), (64, 160, (16,))], 16, SHORT,
+    ),
+}  # fmt: skip
 UNIT = "milliseconds of a decode step; over_floor, over_off: ratios; profile: us and launches"
 
 
@@ -44,9 +65,24 @@ def floor_ms(llm: LLM, rows: int, context: int) -> float:
     return (weights + kv) * 2 / BYTES_PER_S * 1e3
 
 
-def medians(runs: Sequence[Callable[[], Any]], rounds: int = 100) -> list[float]:
-    """Milliseconds of each, in turn."""
-    return [statistics.median(times) / 1e3 for times in replay_times(list(runs), rounds)]
+def medians(cases: Sequence[tuple[ModelRunner, Batch]], rounds: int = 100) -> list[float]:
+    """Milliseconds of each case's replay, in turn; the step is written before the clock runs.
+
+    The cases of one runner share its buffers, so each is written anew for every replay.
+    """
+    times: list[list[float]] = [[] for _ in cases]
+    for turn in range(rounds + 10):
+        for index, (runner, batch) in enumerate(cases):
+            key, step = runner.prepare(batch)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
+            torch.cuda.synchronize()
+            start.record()
+            runner.replay(key, step)
+            end.record()
+            end.synchronize()
+            if turn >= 10:
+                times[index].append(start.elapsed_time(end))
+    return [statistics.median(own) for own in times]
 
 
 def load_adapters(llm: LLM, setup: Setup) -> None:
@@ -61,8 +97,8 @@ def steps(
     """Measure the cases: rows, context, numbers of active adapters."""
     found = {}
     for rows, context, adapters in cases:
-        runs = [replayer(off.runner, decode_batch(rows, 0, context))]
-        runs += [replayer(on.runner, decode_batch(rows, n, context)) for n in adapters]
+        runs = [(off.runner, decode_batch(rows, 0, context))]
+        runs += [(on.runner, decode_batch(rows, n, context)) for n in adapters]
         base, *others = medians(runs)
         floor = floor_ms(off, rows, context)
         one: dict[str, Any] = {
@@ -102,11 +138,10 @@ def profile(runner: ModelRunner, rows: int, adapters: int) -> list[list[Any]]:
 
 def host_gap(llm: LLM, rows: int = 8, length: int = 128) -> dict[str, float]:
     """Milliseconds of a decode step in the engine, and what of them no replay fills."""
-    run = replayer(llm.runner, decode_batch(rows, 0))
-    (device,) = medians([run])
+    (device,) = medians([(llm.runner, decode_batch(rows, 0))])
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     for prompt in range(rows):
-        llm.add_request([5 + prompt] * 96, params, request_id=str(prompt))
+        llm.add_request([5 + prompt] * 96, params)
     times: list[float] = []
     while llm.has_unfinished_requests():
         start = time.perf_counter()
@@ -149,26 +184,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--compile", default="auto", choices=("auto", "inductor", "none"))
-    parser.add_argument("--only", nargs="*", default=["7b", "8k", "16"], help="parts to measure")
+    parser.add_argument("--only", nargs="*", default=list(PARTS), choices=list(PARTS))
     args = parser.parse_args()
     result = provenance("cuda", " ".join(["python", *sys.argv]), UNIT)
-    common = {"compile": args.compile}
-    if "7b" in args.only:
-        cases = [(1, 160, (0, 1)), (8, 160, (0, 1, 2, 4)), (32, 160, (0, 1, 4))]
-        sizes = {"max_model_len": 4096, "num_kv_blocks": 1200, **common}
-        result["llama-2-7b"] = measure_shape("llama-2-7b", cases, 4, **sizes)
-    if "8k" in args.only:
-        sizes = {"max_model_len": 32768, "num_kv_blocks": 4200, **common}
-        result["llama-3.1-8b, 8k"] = measure_shape(
-            "llama-3.1-8b", [(8, 8000, (0, 1, 4)), (1, 8000, (0, 1))], 4, **sizes
-        )
-    if "16" in args.only:
-        sizes = {"max_model_len": 4096, "num_kv_blocks": 1200, **common}
-        result["llama-3.1-8b, 16 adapters"] = measure_shape(
-            "llama-3.1-8b", [(1, 160, (1,)), (64, 160, (16,))], 16, **sizes
-        )
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    for part in args.only:
+        name, shape, cases, slots, options = PARTS[part]
+        result[name] = measure_shape(shape, cases, slots, compile=args.compile, **options)
+        if args.out:  # after each part: a run that is cut short has said something
+            args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Random traffic on the signature checkpoint, from graphs.
 
-python tests/benchmarks/fuzz_graphs.py STEPS [SEED [DTYPE]]
+python tests/benchmarks/fuzz_graphs.py STEPS [SEED [DTYPE [AHEAD]]]
+
+AHEAD 1: with async_scheduling. The exit code is 0 only if all steps ran and no token was wrong.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ SIGNS = ["down-1", "down-7", "down-9", "v-2", "v-5", "v-11"]
 def main() -> int:
     steps, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     dtype = sys.argv[3] if len(sys.argv) > 3 else "float32"
+    ahead = len(sys.argv) > 4 and sys.argv[4] == "1"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = make_signature_llama(folder / "m")
@@ -35,7 +38,7 @@ def main() -> int:
         llm = LLM(
             model, graph="cuda" if device == "cuda" else "recorded", device=device,
             dtype=dtype, enable_lora=True, max_loras=3, max_num_seqs=8, max_num_batched_tokens=24,
-            max_model_len=64, num_kv_blocks=24, block_size=8,
+            max_model_len=64, num_kv_blocks=24, block_size=8, async_scheduling=ahead,
         )  # fmt: skip
         start, done, wrong = time.perf_counter(), 0, False
         while (
