@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -64,23 +66,32 @@ class ModelRunner:
 
     def forward(self, step: StepContext, depth: int | None = None) -> torch.Tensor:
         """Run what a graph of the step's mode holds: to the logits if FULL, else hidden states."""
-        hidden = self.model(step, depth)
-        return self.model.logits(hidden, step) if step.mode is GraphMode.FULL else hidden
+        with self._no_autocast():
+            hidden = self.model(step, depth)
+            return self.model.logits(hidden, step) if step.mode is GraphMode.FULL else hidden
 
     def replay(self, key: GraphKey, step: StepContext) -> torch.Tensor:
         """Do the same from the graph."""
         graph = self.graphs[key]
         out: torch.Tensor
-        out = graph.replay(step) if isinstance(graph, PiecewiseGraph) else graph.replay()
+        with self._no_autocast():  # the gaps of a piecewise graph run eagerly
+            out = graph.replay(step) if isinstance(graph, PiecewiseGraph) else graph.replay()
         return out
 
     def sampled_logits(self, out: torch.Tensor, step: StepContext, batch: Batch) -> torch.Tensor:
         """Return the logits of the rows that sample, from what `forward` or `replay` returned."""
         if step.mode is not GraphMode.FULL:
-            return self.model.logits(out, step)
+            with self._no_autocast():
+                return self.model.logits(out, step)
         if all(row.samples for row in batch.rows):
             return out[: len(batch.rows)]
         return out[step.sample_indices]
+
+    def _no_autocast(self) -> AbstractContextManager[Any]:
+        """Turn off what the caller may have on: it would change some paths and not the others."""
+        device = self.buffers.packed.tensor.device.type
+        on = torch.is_autocast_enabled(device)
+        return torch.autocast(device, enabled=False) if on else nullcontext()
 
     @torch.no_grad()
     def capture(self, key: GraphKey, batch: Batch) -> None:

@@ -177,6 +177,8 @@ class WarmUp:
             return GraphCosts(each, runner.backend.pool_memory / rows)
         finally:
             runner.backend, runner.graphs = backend, graphs
+            if self._on_cuda:  # the next capture gets none of the memory that torch keeps
+                torch.cuda.empty_cache()
 
     def _not_enough(self, cases: dict[tuple[GraphMode, int], CaseReport]) -> str:
         report = CaptureReport(tuple(cases.values()), self._pool_memory())

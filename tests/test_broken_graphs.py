@@ -374,29 +374,27 @@ def test_a_weight_that_was_replaced(engine: Engine) -> None:
 def test_a_pinned_buffer_rewritten_under_its_copy(monkeypatch: Any) -> None:
     """The copy of one step is still waiting when the next step is written to its source."""
 
-    def without_waiting(self: Any, values: Any, target: torch.Tensor) -> None:
-        self._arrays[0][:] = values
-        target.copy_(self._buffers[0], non_blocking=True)
-
     sizes = {"max_num_tokens": 8, "max_num_seqs": 4, "max_blocks": 2, "block_size": 16}
-    batches = [Batch((BatchRow([token], 0, [1], NO_LORA, True),)) for token in (5, 6)]
+    tokens = range(5, 6 + packed.RING_DEPTH)  # the last one comes to the first one's buffer
+    batches = [Batch((BatchRow([token], 0, [1], NO_LORA, True),)) for token in tokens]
     descriptor = BatchDescriptor(1, 0, uniform=True)
 
-    def first_step_after_two() -> Any:
+    def first_step_after_all() -> Any:
         buffers = StepBuffers(**sizes, max_loras=0, device="cuda")
         torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)  # the copies wait behind this
         step = buffers.write(batches[0], descriptor, GraphMode.FULL)
         seen = buffers.packed.tensor.clone()
-        buffers.write(batches[1], descriptor, GraphMode.FULL)
+        for batch in batches[1:]:
+            buffers.write(batch, descriptor, GraphMode.FULL)
         buffers.packed.tensor.copy_(seen)
         return step
 
-    step = first_step_after_two()
+    step = first_step_after_all()
     assert check_step(step, batches[0], descriptor, 16) == []
-    monkeypatch.setattr(packed._PinnedRing, "send", without_waiting)
-    step = first_step_after_two()
-    assert step.input_ids.tolist() == [6], "the first step got the second one's token"
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
+    step = first_step_after_all()
+    assert step.input_ids.tolist() == [tokens[-1]], "the first step got the last one's token"
     kinds = {fault.kind for fault in check_step(step, batches[0], descriptor, 16)}
     assert kinds == {FaultKind.STALE_STEP}
 

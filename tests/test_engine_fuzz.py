@@ -36,9 +36,16 @@ class EngineMachine(RuleBasedStateMachine):
         num_seqs=st.sampled_from([1, 3, 8]),
         budget=st.sampled_from([8, 11, 64]),
         blocks=st.sampled_from([10, 17, 64]),
+        ahead=st.booleans(),
     )
     def begin(
-        self, max_loras: int, host: int | None, num_seqs: int, budget: int, blocks: int
+        self,
+        max_loras: int,
+        host: int | None,
+        num_seqs: int,
+        budget: int,
+        blocks: int,
+        ahead: bool,
     ) -> None:
         self.llm = LLM(
             ZOO.model,
@@ -50,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_kv_blocks=blocks,
             block_size=4,
             device="cpu",
+            async_scheduling=ahead,
         )
         self.expected: dict[str, tuple[int | None, int, int]] = {}
         self.signs: dict[str, str] = {}

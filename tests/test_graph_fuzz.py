@@ -46,6 +46,14 @@ def test_no_wrong_token(zoo: SignatureZoo, graph: str) -> None:
 
 
 @pytest.mark.parametrize("graph", BACKENDS)
+def test_no_wrong_token_ahead(zoo: SignatureZoo, graph: str) -> None:
+    llm = make(zoo, graph, async_scheduling=True)
+    assert fuzz(llm, signs(zoo), 1000).wrong == []
+    assert llm.core.ahead is not None
+    assert llm.core.ahead.num_ahead > 100
+
+
+@pytest.mark.parametrize("graph", BACKENDS)
 def test_the_fuzz_finds_a_dropped_adapter(zoo: SignatureZoo, graph: str, monkeypatch: Any) -> None:
     """vLLM 0.24's fault: -1 is a group in the metadata, but not in the key."""
     llm = make(zoo, graph)

@@ -14,8 +14,10 @@ import torch
 
 from minilora import LLM, LoRARequest, SamplingParams
 from minilora.batch import GraphMode
+from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 from minilora.engine import startup
+from minilora.engine.make_runner import graph_kind
 from tests.conftest import SignatureZoo
 
 BACKENDS = ["recorded", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -173,3 +175,13 @@ def test_p5_an_adapter_is_read_once(zoo: SignatureZoo, graph: str, monkeypatch: 
 def test_cuda_graphs_without_cuda_name_the_recorder(zoo: SignatureZoo) -> None:
     with pytest.raises(ConfigError, match=r"graph='cuda'.*graph='recorded'"):
         LLM(zoo.model, graph="cuda", device="cpu")
+
+
+def test_cuda_graphs_with_adapters_need_triton(monkeypatch: Any) -> None:
+    """Plain LoRA ops read the routing on the host, which no capture allows."""
+    monkeypatch.setattr("minilora.engine.make_runner.HAS_TRITON", False)
+    cuda = torch.device("cuda")
+    with pytest.raises(ConfigError, match=r"Triton is not installed.*graph='none'"):
+        graph_kind(EngineConfig("m", enable_lora=True), cuda)
+    assert graph_kind(EngineConfig("m"), cuda) == "cuda"
+    assert graph_kind(EngineConfig("m", enable_lora=True, graph="none"), cuda) == "none"

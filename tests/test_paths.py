@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minilora import LLM, LoRARequest, SamplingParams
-from minilora.batch import GraphMode
+from minilora.batch import NO_LORA, Batch, BatchRow, GraphMode
 from minilora.config.errors import ConfigError
 from minilora.model.fused import num_compilations
 from minilora.runner import ModelRunner
@@ -133,6 +133,18 @@ def test_parity_of_dtypes_on_cuda(tiny: Tiny, dtype: str) -> None:
     check(tiny.factory(dtype=dtype), "CUDA both", [*QUICK, "long"], tiny.adapters)
 
 
+@pytest.mark.parametrize("path", ["eager", *GRAPH_PATHS])
+def test_autocast_of_the_caller_changes_nothing(tiny: Tiny, path: str) -> None:
+    """It would round what runs eagerly, gaps too, and not what a graph has frozen."""
+    runner = tiny.factory()(**PATHS[path]).runner
+    prompt = Batch((BatchRow([4, 5, 6], 0, [1], NO_LORA, True),))
+    decode = Batch((BatchRow([7], 3, [1], NO_LORA, True),))
+    want = [runner.execute(batch).clone() for batch in (prompt, decode)]
+    with torch.autocast(runner.buffers.packed.tensor.device.type, dtype=torch.bfloat16):
+        got = [runner.execute(batch).clone() for batch in (prompt, decode)]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
 def test_unknown_names_are_refused(tiny: Tiny) -> None:
     with pytest.raises(ConfigError, match=r"no path 'CUDA'.*recorded FULL"):
         run_parity(tiny.factory(), ["CUDA"])
@@ -235,6 +247,20 @@ def test_max_graph_memory_drops_graphs_and_says_so(
     outputs = [llm.generate(prompts, params, loras, progress=False) for llm in (want, none)]
     assert [o.token_ids for o in outputs[0]] == [o.token_ids for o in outputs[1]]
     assert none.runner.num_steps[GraphMode.NONE] == sum(none.runner.num_steps.values())
+
+
+def test_serving_from_some_of_the_graphs(tiny: Tiny, monkeypatch: Any) -> None:
+    """What is kept after a drop chooses, fits and answers right."""
+    monkeypatch.setattr("minilora.engine.startup.MIB", 1)  # these graphs take less than a MiB
+    make, path = tiny.factory(capture_sizes=[1, 2, 4, 8]), PATHS["recorded both"]
+    costs = WarmUp(make(**path).runner, max_num_seqs=8, max_model_len=64).measure_costs()
+    every = make(**path).runner.dispatcher.keys
+    llm = make(**path, max_graph_memory=costs.of(every) * 3 // 4)
+    assert 0 < llm.capture_report.graphs < len(every)
+    report = run_parity(llm, workloads=[*QUICK, "long"], adapters=tiny.adapters)
+    report.assert_ok()
+    replayed = llm.runner.num_steps
+    assert replayed[GraphMode.FULL] + replayed[GraphMode.PIECEWISE] > 0
 
 
 def test_memory_that_ends_while_graphs_are_captured(tiny: Tiny, monkeypatch: Any) -> None:

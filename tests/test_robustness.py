@@ -182,6 +182,53 @@ def default_sigint() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("default_sigint")
+def test_ctrl_c_between_the_release_and_the_end_is_not_lost() -> None:
+    """Another thread takes the lock and leaves it before the interrupt is delivered."""
+
+    class Released:
+        def __init__(self, lock: threading.Lock) -> None:
+            self.acquire, self._lock = lock.acquire, lock
+
+        def release(self) -> None:
+            self._lock.release()
+            if threading.current_thread() is threading.main_thread():
+                os.kill(os.getpid(), signal.SIGINT)
+                other = threading.Thread(target=step)
+                other.start()
+                other.join()
+
+    def step() -> None:
+        with lock:
+            pass
+
+    lock = EngineLock()
+    lock._lock = Released(lock._lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_ctrl_c_as_the_lock_is_taken_leaves_it_free() -> None:
+    """Between `acquire` and the next line it would belong to nobody, for ever."""
+
+    class Acquired:
+        def __init__(self, lock: threading.Lock) -> None:
+            self.release, self._lock = lock.release, lock
+
+        def acquire(self) -> None:
+            self._lock.acquire()
+            os.kill(os.getpid(), signal.SIGINT)
+
+    lock = EngineLock()
+    plain = lock._lock
+    lock._lock = Acquired(plain)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), lock:
+        pass
+    assert not plain.locked()
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_waits_for_the_end_of_the_engines_critical_part() -> None:
     lock, reached = EngineLock(), []
 

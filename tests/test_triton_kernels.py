@@ -202,6 +202,10 @@ def test_what_is_refused() -> None:
         expand(case.shrink(), [case.b[0], case.b[0][..., :4]], case.out, case.routing, None, 2)
     with pytest.raises(ValueError, match="stride"):
         case.expand(case.shrink(), case.out.t().contiguous().t())
+    h = case.shrink()
+    for other in (h.mT.contiguous().mT, h[..., :4].contiguous(), h[:, :, :1].contiguous()):
+        with pytest.raises(ValueError, match="as lora_shrink returns it"):
+            case.expand(other, case.out)
 
 
 @kernels

@@ -9,7 +9,7 @@ The price: whether an answer ends with a token is seen one step late. The row th
 it nevertheless is dropped, and its KV blocks go to nobody before that step has run.
 
 Only greedy choices run ahead: others upload their settings or ask the device, which would wait for
-the step just launched. Steps are in order on one CUDA stream, so all callers must use the same.
+the step just launched. Steps are in order on one CUDA stream, that of `EngineCore.on_device`.
 """
 
 from __future__ import annotations

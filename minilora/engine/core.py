@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from minilora.engine.ahead import AheadEngine, Launched, launch, read
 from minilora.engine.commit import commit_token, finish
@@ -39,12 +42,28 @@ class EngineCore:
         async_scheduling: bool = False,
     ) -> None:
         self.lock = EngineLock()
+        device = runner.buffers.packed.tensor.device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self.ahead = AheadEngine(runner, scheduler, max_model_len) if async_scheduling else None
         self.runner, self.scheduler, self._max_model_len = runner, scheduler, max_model_len
         self._answers: dict[str, list[Request]] = {}
         self._polled: set[str] = set()  # ids whose outputs are kept for `take_outputs`
         self._outputs: list[RequestOutput] = []
         self._dropped: deque[Request] = deque()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Hold the lock, on the device and stream that the engine was built on.
+
+        Both are the calling thread's own otherwise, and a step on another stream could write the
+        buffers that the step before still reads.
+        """
+        with self.lock:
+            if self._stream is None:
+                yield
+            else:
+                with torch.cuda.stream(self._stream):
+                    yield
 
     def add(self, groups: Iterable[list[Request]], polled: bool = False) -> None:
         """Queue the answers to some prompts; of `polled` ones the outputs are kept."""
@@ -73,7 +92,7 @@ class EngineCore:
 
         A request that fails ends with an error of its own; nothing is raised for it.
         """
-        with self.lock:
+        with self.on_device():
             self.abort_dropped()
             if self.ahead is not None:
                 self._step_ahead(self.ahead)
@@ -93,7 +112,7 @@ class EngineCore:
 
     def settle(self) -> None:
         """Read and commit the step that was launched ahead, and launch none after it."""
-        with self.lock:
+        with self.on_device():
             launched = self.ahead.take() if self.ahead is not None else None
             if launched is not None:
                 self._commit(launched.step, self._read(launched))

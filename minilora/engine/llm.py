@@ -290,7 +290,7 @@ class LLM:
 
     def pin_adapter(self, name: str) -> None:
         """Keep an adapter in its slot, whoever else wants one; see `AdapterSlots.pin`."""
-        with self.core.lock:
+        with self.core.on_device():
             self._slots.pin(name)
 
     def unpin_adapter(self, name: str) -> None:

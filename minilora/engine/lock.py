@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,16 +23,15 @@ class EngineLock:
         self._turnstile, self._lock = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._handler: Any = None
-        self._caught: list[tuple[int, FrameType | None]] = []
+        self._deferred: _DeferredInterrupt | None = None  # the main thread's
 
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner != me:
+            deferred = _DeferredInterrupt.start()  # first: what is acquired must have an owner
             with self._turnstile:
                 self._lock.acquire()
-            self._owner = me
-            self._defer_interrupts()
+            self._owner, self._deferred = me, deferred
         self._depth += 1
 
     def __exit__(
@@ -43,19 +43,32 @@ class EngineLock:
         self._depth -= 1
         if self._depth:
             return
-        caught, self._caught = self._caught, []
-        handler, self._handler = self._handler, None
-        self._owner = None
+        deferred, self._deferred, self._owner = self._deferred, None, None
         self._lock.release()
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
-        if caught and callable(handler):
-            handler(*caught[0])
+        if deferred is not None:  # last: an interrupt before this line is caught, not lost
+            deferred.deliver()
 
-    def _defer_interrupts(self) -> None:
+
+class _DeferredInterrupt:
+    """Catches Ctrl-C in the main thread until `deliver`, which hands it on."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self._handler = handler
+        self._caught: list[tuple[int, FrameType | None]] = []
+
+    @classmethod
+    def start(cls) -> _DeferredInterrupt | None:
+        """Return None where there is nothing to defer."""
         if threading.current_thread() is not threading.main_thread():
-            return
+            return None
         handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):  # else it is ignored, or not Python's to handle
-            self._handler = handler
-            signal.signal(signal.SIGINT, lambda *seen: self._caught.append(seen))
+        if not callable(handler):  # it is ignored, or not Python's to handle
+            return None
+        deferred = cls(handler)
+        signal.signal(signal.SIGINT, lambda *seen: deferred._caught.append(seen))
+        return deferred
+
+    def deliver(self) -> None:
+        signal.signal(signal.SIGINT, self._handler)
+        if self._caught:
+            self._handler(*self._caught[0])

@@ -16,6 +16,7 @@ from minilora.graphs.recorded import RecordedBackend
 from minilora.lora.layers import LayerOptions
 from minilora.model.kv_cache import KVCache
 from minilora.model.llama import Llama
+from minilora.ops.triton import HAS_TRITON
 from minilora.runner import ModelRunner
 from minilora.step_buffers import StepBuffers
 
@@ -79,18 +80,24 @@ def graph_kind(config: EngineConfig, device: torch.device) -> str:
     """Return which graphs the options ask for on this device: "cuda", "recorded" or "none".
 
     Raises:
-        ConfigError: CUDA graphs on another device.
+        ConfigError: CUDA graphs on another device, or with adapters where Triton is missing.
     """
     if config.graph == "cuda" and device.type != "cuda":
         raise ConfigError(
             f"LLM: graph='cuda' needs a CUDA device, and the device is {str(device)!r}; "
             "graph='recorded' replays graphs on any device, graph='none' runs without"
         )
-    if config.graph_mode == "none":
+    kind = config.graph
+    if kind == "auto":
+        kind = "cuda" if device.type == "cuda" else "none"
+    if config.graph_mode == "none" or kind == "none":
         return "none"
-    if config.graph == "auto":
-        return "cuda" if device.type == "cuda" else "none"
-    return config.graph
+    if kind == "cuda" and config.enable_lora and not HAS_TRITON:
+        raise ConfigError(
+            "LLM: enable_lora=True in CUDA graphs needs the LoRA kernels, and Triton is not "
+            "installed; install it, or use graph='none'"
+        )
+    return kind
 
 
 def _backend(kind: str, device: torch.device, static: Static) -> GraphBackend | None:

@@ -30,8 +30,11 @@ def lora_expand(
     Rows of no group are left untouched, bit for bit. The sum is made in float32 and rounded
     once to the dtype of `out`.
 
+    On Hopper and newer the kernel reads `lora_b`, `meta` and `lora_ranks` while the operation right
+    before it still runs, so that operation must not write them; `h` and `out` it may.
+
     Args:
-        h: what `lora_shrink` returned for the same rows.
+        h: what `lora_shrink` returned for the same rows, in the layout it has.
         lora_b: one stacked tensor ``[max_loras, out_s, r]`` a slice.
         out: ``[T, sum of out_s]``, the slices side by side; any row stride.
         meta: routing of the same T rows.
@@ -39,8 +42,8 @@ def lora_expand(
         lora_ranks: as for `lora_shrink`.
 
     Raises:
-        ValueError: `meta` routes another number of rows than `out` or `h` has, or the grid is
-            negative.
+        ValueError: `meta` routes another number of rows than `out` or `h` has, the grid is
+            negative, or (where the kernel runs) `h` has another shape or layout.
     """
     for num_rows in (out.shape[0], h.shape[-2]):
         check_call("lora_expand", num_rows, meta, num_active_loras)

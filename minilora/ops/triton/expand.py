@@ -154,8 +154,9 @@ def expand(
     `h` comes from `shrink`, or has the plain form ``[slices, T, r]``.
 
     Raises:
-        ValueError: more than three slices, slices of unlike rank, weights not contiguous, or
-            an `out` whose columns are not side by side in memory.
+        ValueError: more than three slices, slices of unlike rank, weights not contiguous, an
+            `h` of another shape or layout, or an `out` whose columns are not side by side in
+            memory.
     """
     check_slices("lora_b", lora_b, rank_dim=2)
     if out.stride(-1) != 1 and out.shape[1] > 1:
@@ -170,6 +171,11 @@ def expand(
         h = h[None]
     widths = [b.shape[1] for b in lora_b]
     rank = lora_b[0].shape[2]
+    if h.shape[1:] != (len(lora_b), num_tokens, rank) or not h.is_contiguous():
+        raise ValueError(
+            f"h has shape {list(h.shape)} and strides {list(h.stride())}; expand reads contiguous "
+            f"[splits, {len(lora_b)}, {num_tokens}, {rank}], as lora_shrink returns it"
+        )
     plan = expand_launch(num_tokens, active, sum(widths), rank, lora_b[0])
     columns = sum(-(-n // plan.block_n) for n in widths)
     early = launches_early(out.device)
