@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from minilora import LLM, CheckpointError, ConfigError, SamplingParams
 from minilora.engine import kv_pool
+from minilora.engine.sampler import SamplingRow, draw
+from minilora.lora.layers import LayerOptions
 
 
 def test_a_hub_id_is_fetched(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,6 +60,22 @@ def test_kv_pool_of_a_cpu_follows_the_options(
     memory.available = 1000
     with pytest.raises(ConfigError, match=r"250 bytes are left for the KV pool.*lower max_loras"):
         LLM(tiny_llama, device="cpu")
+
+
+def test_the_profile_for_a_gpus_kv_pool_samples(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties and draws copy the logits of all requests; a pool without room for them fails."""
+    llm = LLM(tiny_llama, max_num_seqs=5, num_kv_blocks=8, device="cpu")
+    drawn: list[tuple[torch.Size, int]] = []
+
+    def spy(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        drawn.append((logits.shape, len(draw(logits, rows).wait())))
+
+    monkeypatch.setattr(kv_pool, "draw", spy)
+    options = LayerOptions(torch.float32, torch.device("cpu"))
+    kv_pool._profile(llm.config, llm.runner.model, 64, options)
+    assert drawn == [((5, llm.model_config.vocab_size), 5)]
 
 
 def test_max_model_len_that_cannot_be_held(tiny_llama: Path) -> None:

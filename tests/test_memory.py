@@ -40,7 +40,7 @@ def test_loading_peaks_little_above_the_weights(tmp_path: Path, stored: str, tar
         tmp_path / "big",
         hidden_size=1024,
         intermediate_size=4096,
-        num_hidden_layers=8,
+        num_hidden_layers=4,
         num_attention_heads=16,
         num_key_value_heads=16,
         vocab_size=32768,

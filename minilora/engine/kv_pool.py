@@ -9,7 +9,9 @@ from minilora.batch import NO_LORA, PADDING_BLOCK, Batch, BatchRow
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 from minilora.config.model import ModelConfig
+from minilora.config.sampling import SamplingParams
 from minilora.engine.make_runner import make_runner
+from minilora.engine.sampler import SamplingRow, draw, make_rng
 from minilora.lora.layers import LayerOptions
 from minilora.model.kv_cache import KVCache, bytes_per_block
 from minilora.model.llama import Llama
@@ -98,8 +100,8 @@ def _cuda_bytes_left(
 
 
 def _profile(config: EngineConfig, model: Llama, longest: int, options: LayerOptions) -> int:
-    """Run the steps that take most, all in the padding block: the most tokens and requests, and
-    the last chunk of the longest prompt.
+    """Run the steps that take most, all in the padding block: the most tokens and requests, with
+    all that sampling can do, and the last chunk of the longest prompt.
 
     Returns:
         The bytes that the graphs will take, estimated.
@@ -110,7 +112,7 @@ def _profile(config: EngineConfig, model: Llama, longest: int, options: LayerOpt
     requests, tokens = config.max_num_seqs, config.max_num_batched_tokens
     lengths = sorted((tokens + index) // requests for index in range(requests))
     rows = [_profile_row(config, min(n, longest), 0) for n in lengths]
-    runner.execute(Batch(tuple(rows)))
+    draw(runner.execute(Batch(tuple(rows))), [_SAMPLING] * len(rows))
     chunk = min(tokens, longest)
     runner.execute(Batch((_profile_row(config, chunk, longest - chunk),)))
     keys = runner.dispatcher.keys
@@ -119,6 +121,14 @@ def _profile(config: EngineConfig, model: Llama, longest: int, options: LayerOpt
     costs = WarmUp(runner, max_num_seqs=requests, max_model_len=longest).measure_costs()
     most = config.max_graph_memory
     return min(costs.of(keys), costs.of(keys) if most is None else most * MIB)
+
+
+# A row that takes every step of the sampler, each with copies of the logits.
+_SAMPLING = SamplingRow(
+    SamplingParams(temperature=1.0, top_k=8, top_p=0.9, min_p=0.1, repetition_penalty=1.1),
+    *([0], [0], make_rng(0)),
+    banned_token_ids=[0],
+)
 
 
 def _profile_row(config: EngineConfig, length: int, start: int) -> BatchRow:
