@@ -598,6 +598,33 @@ def test_a_step_of_another_shape_is_refused(tensors: Any) -> None:
         check_replay(lambda: t.x * 2, {"x": t.x}, steps, backend=t.backend)
 
 
+def test_steps_that_would_hide_a_fault(tensors: Any) -> None:
+    t, first = tensors, tensors.steps[0]
+    for steps, reason in (
+        ([first, first], "all steps are alike"),
+        ([first, {**first, "X": first["x"]}], "'X', which is no input"),
+        ([first, {"x": first["x"].to(torch.complex64)}], "of torch.complex64, but the buffer"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            check_replay(lambda: t.x * 2, {"x": t.x}, steps, backend=t.backend)
+
+
+def test_real_rows_beside_what_has_no_rows(tensors: Any) -> None:
+    t, scale, table = tensors, torch.ones(()).to(tensors.x), torch.ones(3).to(tensors.x)
+    steps = [{**values, "scale": torch.tensor(2.0)} for values in t.steps]
+    options = {"real_rows": [3, 3, 3], "backend": t.backend}
+    assert check_replay(
+        lambda: (t.x * scale, t.x.new_ones(())), {"x": t.x, "scale": scale}, steps, **options
+    )
+    with pytest.raises(ValueError, match="give a tensor that is no list of rows as state"):
+        check_replay(
+            lambda: t.x * table[0],
+            {"x": t.x, "table": table},
+            [{**values, "table": torch.ones(3)} for values in t.steps],
+            **options,
+        )
+
+
 def test_too_few_steps_or_no_tensor(tensors: Any) -> None:
     t = tensors
     with pytest.raises(ValueError, match="got 1 steps"):

@@ -90,6 +90,11 @@ def test_unknown_keyword_names_the_nearest(tiny_llama: Path) -> None:
         LLM(tiny_llama, max_lora=3)
 
 
+def test_the_only_cpu_has_a_number_too(tiny_llama: Path) -> None:
+    llm = LLM(tiny_llama, device="cpu:0", num_kv_blocks=8)
+    assert llm.kv_cache.tensor.device == torch.device("cpu")
+
+
 def test_device_that_is_not_there(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match="device='tpu'"):
         LLM(tiny_llama, device="tpu")

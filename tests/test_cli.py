@@ -136,6 +136,8 @@ def test_generate_prints_a_table(tiny_llama: Path, capsys: pytest.CaptureFixture
         (["--prompt", "Hi", "--dtype", "bf17"], "dtype='bf17'.*did you mean 'bfloat16'"),
         (["--prompt", "Hi", "--temperature", "-1"], "temperature=-1.0"),
         (["--prompt", "Hi", "--lora", "one"], "'one' must be NAME=DIR"),
+        (["--prompt", "Hi", "--lora", " =one"], "' =one' must be NAME=DIR"),
+        (["--prompt", "Hi", "--lora", "a=x", "--lora", "a=y"], "'a' is given twice"),
         (["--prompt", "Hi", "--lora", "one=no/such/folder"], "'one'.*no/such/folder"),
         (["--prompt", "Hi", "--output", "no/such/folder/x"], "no/such/folder/x"),
         (["--input", "no/such/file"], "no/such/file"),
@@ -152,6 +154,21 @@ def test_wrong_flags_are_one_line_and_no_traceback(
     assert re.search(words, printed.err)
     assert len(printed.err.strip().splitlines()) == 1
     assert "Traceback" not in printed.err
+
+
+def test_output_goes_through_links_and_into_pipes(tiny_llama: Path, tmp_path: Path) -> None:
+    """What is no plain file would be replaced by one: /dev/null, say."""
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    link.symlink_to(real)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    options = ("--prompt", "Hi", "--max-tokens", "2", "--output")
+    for target in (link, pipe):
+        assert generate(tiny_llama, *options, str(target)) == 0
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert lines(real) == [json.loads(os.read(reader, 1 << 16))]
+    os.close(reader)
 
 
 def test_one_good_and_one_missing_adapter_is_a_start_up_error(

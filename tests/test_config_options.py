@@ -6,6 +6,7 @@ import argparse
 import copy
 import dataclasses
 import math
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -437,6 +438,16 @@ def test_an_adapter_name_that_is_none(name: Any) -> None:
 def test_an_adapter_path_that_is_none(path: Any) -> None:
     with pytest.raises(TypeError, match="path="):
         LoRARequest("sql", path)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800b", os.fspath(Path("x")).encode()])
+def test_a_path_that_no_file_can_have(path: Any) -> None:
+    class Given:
+        def __fspath__(self) -> Any:
+            return path
+
+    with pytest.raises(TypeError, match=r"LoRARequest path=.* is no path that a file can have"):
+        LoRARequest("sql", Given())
 
 
 # ---- the sentences

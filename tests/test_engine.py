@@ -441,6 +441,13 @@ def test_pinned_adapter_stays(make_llm: Any, zoo: Any) -> None:
     assert llm._slots.num_swaps == 5
 
 
+def test_an_event_keeps_what_it_said(make_llm: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True)
+    outputs = [event.output for event in make_llm().stream([[1, 2, 3]], params)]
+    assert [len(output.token_ids) for output in outputs] == [1, 2, 3, 4]
+    assert [len(output.logprobs) for output in outputs] == [1, 2, 3, 4]
+
+
 def test_logprobs(make_llm: Any) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=2, ignore_eos=True)
     answer = make_llm().generate([BASE], params)[0].outputs[0]

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minilora import LLM, AdapterError, LoRARequest, RequestError, SamplingParams
 from minilora.cli import main
+from minilora.engine.intake import Intake
 from minilora.engine.lock import EngineLock
 
 BASE = [3, 9, 4]
@@ -118,10 +120,11 @@ def test_a_reload_between_the_check_and_the_queue(make_llm: Any, zoo: Any) -> No
     assert_nothing_held(llm)
 
 
-def test_a_refused_prompt_lets_go_of_the_adapters_before_it(make_llm: Any, zoo: Any) -> None:
+def test_a_missing_adapter_lets_go_of_those_before_it(make_llm: Any, zoo: Any) -> None:
     llm = make_llm()
-    with pytest.raises(RequestError, match="prompt 1 is empty"):
-        llm.generate([BASE, []], greedy(n=3), LoRARequest("a", zoo("down-7")))
+    loras = [LoRARequest("a", zoo("down-7")), LoRARequest("b", "no/such/folder")]
+    with pytest.raises(AdapterError, match="no/such/folder"):
+        llm.generate([BASE, BASE], greedy(n=3), loras)
     assert_nothing_held(llm)
     llm.unload_adapter("a", timeout=0)
 
@@ -171,6 +174,56 @@ def test_the_engine_lock_is_fair() -> None:
         order.append("the one that looped")
     waiting.join()
     assert order == ["the one that waited", "the one that looped"]
+
+
+def test_an_interrupt_while_requests_are_made_holds_no_adapter(
+    make_llm: Any, zoo: Any, monkeypatch: Any
+) -> None:
+    llm = make_llm()
+    llm.load_adapter("a", zoo("down-7"))
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Intake, "_rng", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([BASE, BASE], greedy(n=2), LoRARequest("a"), progress=False)
+    assert_nothing_held(llm)
+    llm.unload_adapter("a", timeout=0)
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_ctrl_c_as_requests_are_queued_leaves_none(
+    make_llm: Any, zoo: Any, monkeypatch: Any
+) -> None:
+    """It is delivered at the end of the lock, before the caller has the requests."""
+    llm = make_llm()
+    plain = llm.core.add
+
+    def add(*args: Any) -> None:
+        plain(*args)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(llm.core, "add", add)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([BASE], greedy(), LoRARequest("a", zoo("down-7")), progress=False)
+    assert_nothing_held(llm)
+
+
+def test_what_is_refused_replaces_no_adapter(make_llm: Any, zoo: Any) -> None:
+    llm = make_llm()
+    llm.load_adapter("a", zoo("down-7"))
+    llm.pin_adapter("a")
+    before = llm.list_adapters()
+    with pytest.raises(RequestError, match="prompt 1 is empty"):
+        llm.generate([BASE, []], greedy(), LoRARequest("a", zoo("down-9")), progress=False)
+    assert llm.list_adapters() == before
+
+
+def test_an_engine_built_under_inference_mode_serves_outside_of_it(zoo: Any) -> None:
+    with torch.inference_mode():
+        llm = LLM(zoo.model, num_kv_blocks=64, device="cpu", graph="recorded", capture_sizes=[1])
+    assert llm.generate(BASE, greedy(), progress=False)[0].token_ids == WANT
 
 
 @pytest.fixture

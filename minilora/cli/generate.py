@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from minilora.cli.made import parse_loras
 from minilora.cli.options import add_flags, given
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import MiniloraError, RequestError
@@ -96,14 +97,16 @@ def run(args: argparse.Namespace) -> int:
     from minilora.engine.llm import LLM  # torch is only imported here
 
     options = given(args, EngineConfig, leave_out={"model"})
-    if args.lora:
+    adapters = parse_loras(args.lora, args.model)
+    if adapters:
         options.setdefault("enable_lora", True)
     sampling = given(args, SamplingParams, leave_out={"seed"})
     # A wrong value is found before the model is loaded; the checkpoint may allow more tokens.
     SamplingParams(**{"max_tokens": 1 << 30, **sampling})
     with _open_output(args.output) as output:
         llm = LLM(args.model, **options)
-        _load_adapters(llm, args.lora)
+        for name, path in adapters.items():
+            llm.load_adapter(name, path)
         params = dataclasses.replace(llm.get_default_sampling_params(), **sampling)
         if args.chat:
             entries = [_as_chat(entry) for entry in entries]
@@ -113,14 +116,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             output.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
     return int(any(record["error"] for record in records))
-
-
-def _load_adapters(llm: LLM, pairs: list[str]) -> None:
-    for pair in pairs:
-        name, equals, path = pair.partition("=")
-        if not (name and equals and path):
-            raise RequestError(f"--lora {pair!r} must be NAME=DIR")
-        llm.load_adapter(name, path)
 
 
 def _read_lines(file: str | None) -> list[dict[str, Any]]:
@@ -215,7 +210,11 @@ def _open_output(file: str | None) -> Iterator[IO[str] | None]:
     if file is None or file == "-":
         yield None if file is None else sys.stdout
         return
-    target = Path(file)
+    target = Path(os.path.realpath(file))  # a link stays one
+    if target.exists() and not target.is_file() and not target.is_dir():
+        with target.open("w", encoding="utf-8", errors="backslashreplace") as output:
+            yield output  # a pipe or a device takes it as it comes
+        return
     if target.is_dir() or not target.parent.is_dir():
         raise RequestError(f"--output {file!r} must be a file in a folder that exists")
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")

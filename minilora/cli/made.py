@@ -45,7 +45,7 @@ def parse_loras(given: list[str], model: str | None) -> dict[str, str]:
     adapters: dict[str, str] = {}
     for text in given:
         name, equals, path = text.partition("=")
-        if not (name and equals and path):
+        if not (name.strip() and equals and path):
             raise ConfigError(f"--lora {text!r} must be NAME=DIR")
         if name in adapters:
             raise ConfigError(f"--lora {name!r} is given twice; an adapter has one folder")

@@ -27,6 +27,8 @@ _OF_A_CHECKPOINT: dict[str, Any] = {
     "num_kv_blocks": 128,
 }
 _LEFT_OUT = {"model", "enable_lora", "graph", "graph_mode", "compile"}
+# The oracle reads the files; and steps are checked one by one, so none is launched ahead.
+_LEFT_OUT |= {"load_format", "async_scheduling"}
 _HEAD = ("path", "workload", "steps", "replays", "vs eager", "vs oracle")
 _WIDTHS = (20, 11, 6, 8, 10, 10)
 

@@ -53,7 +53,7 @@ class LoRARequest:
         if path is not None and not isinstance(path, (str, os.PathLike)):
             raise TypeError(f"LoRARequest path={path!r} must be the path of an adapter folder")
         self.name = name
-        self.path = None if path is None else os.fspath(path)
+        self.path = None if path is None else _as_path(path)
 
     def __repr__(self) -> str:
         return f"LoRARequest({self.name!r}, {self.path!r})"
@@ -64,6 +64,17 @@ class LoRARequest:
 
     def __hash__(self) -> int:
         return hash((self.name, self.path))
+
+
+def _as_path(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    try:
+        os.fsencode(text)
+        if isinstance(text, str) and "\0" not in text:
+            return text
+    except UnicodeEncodeError:
+        pass
+    raise TypeError(f"LoRARequest path={text!r} is no path that a file can have")
 
 
 def _is_text(value: object) -> bool:

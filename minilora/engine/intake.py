@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +22,16 @@ from minilora.lora.slots import AdapterSlots
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one prompt asks for, checked."""
+
+    text: str | None
+    token_ids: list[int]
+    params: SamplingParams
+    lora_request: LoRARequest | None
 
 
 class Intake:
@@ -47,32 +58,60 @@ class Intake:
         self._max_model_len, self._seed = max_model_len, seed
         self._serial = itertools.count()
 
-    def requests(
+    def check(
         self,
         prompt: Prompt,
         params: SamplingParams,
         lora_request: LoRARequest | None,
         where: str = "the prompt",
-    ) -> list[Request]:
-        """Make the `params.n` requests of one prompt; `where` names it in an error.
-
-        Each holds its adapter until the scheduler removes it, or `give_back` lets it go.
+    ) -> Asked:
+        """Check what one prompt asks for; `where` names it in an error. No adapter is read.
 
         Raises:
             RequestError: a prompt or parameter that this model cannot serve.
-            AdapterError: an unknown or faulty adapter.
+            AdapterError: the name of an adapter that is not loaded, without its folder.
         """
         text, token_ids = self._tokens(prompt, where)
         self._check_length(token_ids, where)
         self._check_params(params)
-        adapter = self._hold_adapter(lora_request, params.n)
+        self._check_adapter(lora_request)
+        return Asked(text, token_ids, params, lora_request)
+
+    def load(self, asked: Asked) -> None:
+        """Read the adapter of a prompt at its first use, while others are served.
+
+        Raises:
+            AdapterError: an unknown or faulty adapter.
+        """
+        version = self._hold(asked.lora_request, 1)
+        if version is not None and self._slots is not None:
+            self._slots.registry.release(version)
+
+    def requests(self, asked: Asked) -> list[Request]:
+        """Make the `n` requests of one prompt.
+
+        Each holds its adapter until the scheduler removes it, or `give_back` lets it go.
+
+        Raises:
+            AdapterError: an unknown or faulty adapter.
+        """
+        adapter = self._hold(asked.lora_request, asked.params.n)
+        try:
+            return self._requests_of(asked, adapter)
+        except BaseException:
+            if adapter is not None and self._slots is not None:
+                self._slots.registry.release(adapter, asked.params.n)
+            raise
+
+    def _requests_of(self, asked: Asked, adapter: AdapterVersion | None) -> list[Request]:
+        params, token_ids = asked.params, asked.token_ids
         serial = next(self._serial)
         ends = frozenset(() if params.ignore_eos else self._config.eos_token_ids)
         return [
             Request(
                 request_id=str(serial),
                 index=index,
-                prompt=text,
+                prompt=asked.text,
                 prompt_token_ids=token_ids,
                 params=params,
                 adapter=adapter,
@@ -147,9 +186,14 @@ class Intake:
             if request.adapter is not None and self._slots is not None:
                 self._slots.registry.release(request.adapter)
 
-    def _hold_adapter(self, lora_request: LoRARequest | None, users: int) -> AdapterVersion | None:
-        if lora_request is None:
+    def _hold(self, lora_request: LoRARequest | None, users: int) -> AdapterVersion | None:
+        if lora_request is None or self._slots is None:
             return None
+        return self._slots.registry.hold(lora_request.name, lora_request.path, users)
+
+    def _check_adapter(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is None:
+            return
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(
                 f"lora_request={lora_request!r} must be None or a LoRARequest(name, path)"
@@ -159,7 +203,8 @@ class Intake:
                 f"lora_request asks for adapter {lora_request.name!r}, but the engine was built "
                 "without adapters; use enable_lora=True, or --lora NAME=DIR on the command line"
             )
-        return self._slots.registry.hold(lora_request.name, lora_request.path, users)
+        if lora_request.path is None:
+            self._slots.registry.get(lora_request.name)
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:

@@ -101,7 +101,7 @@ def completion(request: Request) -> CompletionOutput:
         token_ids=list(request.output_token_ids),
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
-        logprobs=request.logprobs,
+        logprobs=None if request.logprobs is None else list(request.logprobs),
         cumulative_logprob=request.cumulative_logprob,
         error=request.error,
     )

@@ -47,6 +47,7 @@ class System:
     capture_report: CaptureReport
 
 
+@torch.inference_mode(False)  # else no step outside of it could write these tensors
 def build(config: EngineConfig) -> System:
     """Load the model and make its KV pool, step buffers, runner and adapter slots.
 
@@ -126,6 +127,8 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"LLM: device={name!r} must be 'auto', 'cpu' or 'cuda'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"LLM: device={name!r}, but torch finds no CUDA device; use 'cpu'")
+    if device.type == "cpu":
+        return torch.device("cpu")  # "cpu:0" is the same
     if device.index is not None and device.index != torch.cuda.current_device():
         raise ConfigError(
             f"LLM: device={name!r} is not torch's current device; choose it with "

@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from minilora.ops.launch_op import launch_op
 from minilora.ops.triton import HAS_TRITON
 
 
-@torch.library.custom_op("minilora::store_kv", mutates_args=("k_cache", "v_cache"))
+@launch_op("minilora::store_kv", fake=lambda *_: None, mutates_args=("k_cache", "v_cache"))
 def store_kv(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -42,12 +43,7 @@ def store_kv(
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slots, v.to(v_cache.dtype))
 
 
-@store_kv.register_fake
-def _store_kv_nothing(*arguments: object) -> None:
-    return None
-
-
-@torch.library.custom_op("minilora::decode_attention", mutates_args=())
+@launch_op("minilora::decode_attention", fake=lambda q, *_: q.new_empty(q.shape))
 def decode_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -95,12 +91,7 @@ def _tokens(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return rows.view(*slots.shape, *cache.shape[2:]).transpose(1, 2)
 
 
-@decode_attention.register_fake
-def _decode_shape(q: torch.Tensor, *others: object) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@torch.library.custom_op("minilora::prefill_attention", mutates_args=())
+@launch_op("minilora::prefill_attention", fake=lambda q, *_: torch.empty_like(q))
 def prefill_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -144,11 +135,6 @@ def prefill_attention(
     return out
 
 
-@prefill_attention.register_fake
-def _prefill_shape(q: torch.Tensor, *others: object) -> torch.Tensor:
-    return torch.empty_like(q)
-
-
 def _causal_attention(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
 ) -> torch.Tensor:
@@ -171,7 +157,7 @@ def _causal_attention(
 
 if HAS_TRITON:
 
-    @store_kv.register_kernel("cuda")
+    @torch.library.impl("minilora::store_kv", "cuda")
     def _store_kv_on_cuda(
         k: torch.Tensor, v: torch.Tensor, *caches_and_slots: torch.Tensor
     ) -> None:
@@ -179,7 +165,7 @@ if HAS_TRITON:
 
         kernel.store_kv(k, v, *caches_and_slots)
 
-    @decode_attention.register_kernel("cuda")
+    @torch.library.impl("minilora::decode_attention", "cuda")
     def _decode_on_cuda(q: torch.Tensor, *others: Any) -> torch.Tensor:
         from minilora.ops.triton.decode import decode
 

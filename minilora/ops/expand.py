@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from minilora.ops.kernel_meta import KernelMeta
+from minilora.ops.launch_op import launch_op
 from minilora.ops.plain import expand_groups, groups_of_grid
 from minilora.ops.routing import check_call
 from minilora.ops.triton import HAS_TRITON
@@ -50,7 +51,7 @@ def lora_expand(
     _expand(h, list(lora_b), out, *meta.tables, lora_ranks, num_active_loras)
 
 
-@torch.library.custom_op("minilora::lora_expand", mutates_args=("out",))
+@launch_op("minilora::lora_expand", fake=lambda *_: None, mutates_args=("out",))
 def _expand(
     h: torch.Tensor,
     lora_b: list[torch.Tensor],
@@ -68,14 +69,9 @@ def _expand(
         expand_groups(h, lora_b, out, groups, rows)
 
 
-@_expand.register_fake
-def _expand_nothing(*arguments: object) -> None:
-    return None
-
-
 if HAS_TRITON:
 
-    @_expand.register_kernel("cuda")
+    @torch.library.impl("minilora::lora_expand", "cuda")
     def _expand_on_cuda(
         h: torch.Tensor, lora_b: list[torch.Tensor], out: torch.Tensor, *routing: Any
     ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from minilora.ops.kernel_meta import KernelMeta
+from minilora.ops.launch_op import launch_op
 from minilora.ops.plain import groups_of_grid, shrink_groups
 from minilora.ops.routing import check_call
 from minilora.ops.scratch import blank
@@ -48,7 +49,21 @@ def lora_shrink(
     return h
 
 
-@torch.library.custom_op("minilora::lora_shrink", mutates_args=())
+def _new_h(x: torch.Tensor, lora_a: list[torch.Tensor]) -> torch.Tensor:
+    """Return h as the device's shrink makes it.
+
+    Elsewhere than on CUDA: float32 ``[S, T, r]``, blank, since opcheck also compares the rows
+    without an adapter, which nothing reads.
+    """
+    if HAS_TRITON and x.device.type == "cuda":
+        from minilora.ops.triton.launch import new_h
+
+        return new_h(x, lora_a)
+    shape = (len(lora_a), x.shape[0], lora_a[0].shape[1])
+    return blank(shape, torch.float32, x.device)
+
+
+@launch_op("minilora::lora_shrink", fake=lambda x, lora_a, *_: _new_h(x, lora_a))
 def _shrink(
     x: torch.Tensor,
     lora_a: list[torch.Tensor],
@@ -67,28 +82,9 @@ def _shrink(
     return h
 
 
-@_shrink.register_fake
-def _shrink_shape(x: torch.Tensor, lora_a: list[torch.Tensor], *routing: object) -> torch.Tensor:
-    return _new_h(x, lora_a)
-
-
-def _new_h(x: torch.Tensor, lora_a: list[torch.Tensor]) -> torch.Tensor:
-    """Return h as the device's shrink makes it.
-
-    Elsewhere than on CUDA: float32 ``[S, T, r]``, blank, since opcheck also compares the rows
-    without an adapter, which nothing reads.
-    """
-    if HAS_TRITON and x.device.type == "cuda":
-        from minilora.ops.triton.launch import new_h
-
-        return new_h(x, lora_a)
-    shape = (len(lora_a), x.shape[0], lora_a[0].shape[1])
-    return blank(shape, torch.float32, x.device)
-
-
 if HAS_TRITON:
 
-    @_shrink.register_kernel("cuda")
+    @torch.library.impl("minilora::lora_shrink", "cuda")
     def _shrink_on_cuda(x: torch.Tensor, lora_a: list[torch.Tensor], *routing: Any) -> torch.Tensor:
         from minilora.ops.triton.launch import Routing
         from minilora.ops.triton.shrink import shrink

@@ -122,6 +122,8 @@ def run_parity(
         adapters: name -> folder of the adapters to serve.
         oracle: compare every row of logits with `Oracle` too.
         thorough: replay each step repeatedly, once with everything else poisoned.
+            Steps are checked one by one, so none is launched ahead (`async_scheduling`); `fuzz`
+            checks the tokens of an engine that does.
         on_row: called with each row when it is done.
 
     Raises:

@@ -59,8 +59,10 @@ def check_replay(
         scratch: fixed tensors that `fn` must write before it reads them. They keep what the run
             before left there.
         real_rows: for each step, how many leading rows are real. The rows after them are
-            filled with NaN where a buffer holds floats; the real rows of the result must not
-            change by a bit.
+            filled with NaN where a buffer holds floats (so every input of floats has the same
+            number of rows; a table of another kind is `state`); the real rows of the results
+            must not change by a bit. What padding rows do to `state` is not compared: give it
+            back as a result if they must not touch it.
         backend: "recorded" (any device) or "cuda".
 
     Returns:
@@ -68,8 +70,8 @@ def check_replay(
 
     Raises:
         FaultFound: naming each fault.
-        ValueError: fewer than two steps, a value of another shape than its buffer, `real_rows`
-            that do not fit, or `fn` returns no tensor.
+        ValueError: fewer than two steps, steps that are all alike, a value that its buffer cannot
+            hold or that has none, `real_rows` that do not fit, or `fn` returns no tensor.
 
     Examples:
         >>> x, total = torch.zeros(4), torch.zeros(4)
@@ -93,6 +95,8 @@ def check_replay(
             raise FaultFound(check.faults)
     if index < 1:
         raise ValueError(f"check_replay got {index + 1} steps; a frozen value shows from two on")
+    if not check.steps_differ:
+        raise ValueError("check_replay: all steps are alike, so a frozen value cannot show")
     if real_rows is not None and len(real_rows) != index + 1:
         raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
     return check.num_replays
@@ -102,6 +106,12 @@ def _check_real_rows(real_rows: Sequence[int], index: int, inputs: Tensors) -> N
     """Refuse counts that would leave no padding where some is claimed, and so hide a leak."""
     if index >= len(real_rows):
         raise ValueError(f"check_replay: real_rows has {len(real_rows)} entries, one a step")
+    rows = {len(x) for x in inputs.values() if x.dim() and x.is_floating_point()}
+    if len(rows) > 1:
+        raise ValueError(
+            f"check_replay: with real_rows all inputs of floats have as many rows, not {rows}; "
+            "give a tensor that is no list of rows as state"
+        )
     most = min((len(buffer) for buffer in inputs.values() if buffer.dim()), default=0)
     if not 0 <= real_rows[index] <= most:
         raise ValueError(
@@ -120,18 +130,12 @@ class _ReplayCheck:
         self._captured: Captured | None = None
         self.faults: list[Fault] = []
         self.num_replays = 0
+        self.steps_differ = False
+        self._first: Tensors = {}
 
     def step(self, index: int, values: Tensors, real: int | None) -> None:
         self._where = f"step {index}"
-        for name, buffer in self._inputs.items():
-            if name not in values:
-                raise ValueError(f"check_replay: {self._where} has no value for input {name!r}")
-            if values[name].shape != buffer.shape:
-                raise ValueError(
-                    f"check_replay: {self._where} gives {name!r} the shape "
-                    f"{list(values[name].shape)}, but the buffer has {list(buffer.shape)}"
-                )
-            buffer.copy_(values[name])
+        self._write(values)
         before = {name: tensor.clone() for name, tensor in self._fixed.items()}
         eager, after_eager = self._run(self._fn, before)
         if _has_nan(eager) and not _has_nan(list(before.values())):
@@ -156,6 +160,26 @@ class _ReplayCheck:
         else:
             self._poisoned(before, eager, real)
 
+    def _write(self, values: Tensors) -> None:
+        """Write a step's values to the inputs; refuse what would not be checked as it is meant."""
+        if unknown := set(values) - set(self._inputs):
+            raise ValueError(f"check_replay: {self._where} has {min(unknown)!r}, which is no input")
+        for name, buffer in self._inputs.items():
+            if name not in values:
+                raise ValueError(f"check_replay: {self._where} has no value for input {name!r}")
+            value = values[name]
+            if value.shape != buffer.shape or not torch.can_cast(value.dtype, buffer.dtype):
+                raise ValueError(
+                    f"check_replay: {self._where} gives {name!r} the shape {list(value.shape)} of "
+                    f"{value.dtype}, but the buffer has {list(buffer.shape)} of {buffer.dtype}"
+                )
+            buffer.copy_(value)
+        if not self._first:
+            self._first = {name: buffer.clone() for name, buffer in self._inputs.items()}
+        self.steps_differ |= not all(
+            same_bits(buffer, self._first[name]) for name, buffer in self._inputs.items()
+        )
+
     def _capture(self, before: Tensors) -> None:
         try:
             self._captured = self._backend.capture(self._fn)
@@ -173,11 +197,12 @@ class _ReplayCheck:
         elif real is not None:
             self._restore(before)
             for buffer in self._inputs.values():
-                if buffer.is_floating_point():
+                if buffer.is_floating_point() and buffer.dim():
                     poison_(buffer[real:])
-            padded = [x.clone() for x in tree_leaves(self._replay())]
+            padded = [x.clone() for x in tree_leaves(self._replay()) if isinstance(x, torch.Tensor)]
             self._restore(before)
-            if not _same([x[:real] for x in padded], [x[:real] for x in eager]):
+            pairs = [(a, b) for a, b in zip(padded, eager, strict=True) if a.dim()]  # rows
+            if not all(same_bits(a[:real], b[:real]) for a, b in pairs):
                 self._found(FaultKind.PADDING_LEAKS, f"NaN in the rows from {real} on shows")
 
     def _replay(self) -> Any:
