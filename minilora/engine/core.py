@@ -11,6 +11,7 @@ import torch
 
 from minilora.engine.ahead import AheadEngine, Launched, launch, read
 from minilora.engine.commit import commit_token, finish
+from minilora.engine.intake import Asked, Intake
 from minilora.engine.lock import EngineLock
 from minilora.engine.outputs import RequestOutput, request_output
 from minilora.engine.request import Request
@@ -64,6 +65,24 @@ class EngineCore:
             else:
                 with torch.cuda.stream(self._stream):
                     yield
+
+    def submit(
+        self, intake: Intake, asked: Sequence[Asked], polled: bool = False
+    ) -> list[list[Request]]:
+        """Make the requests of some prompts and queue them; a Ctrl-C meanwhile leaves none.
+
+        Raises:
+            AdapterError: an adapter cannot be read any more; nothing was queued.
+        """
+        groups: list[list[Request]] = []
+        try:
+            with self.lock:
+                intake.make(asked, groups)
+                self.add(groups, polled)
+        except BaseException:  # a Ctrl-C that waited for the lock's end, too
+            self.abort(answer for group in groups for answer in group)
+            raise
+        return groups
 
     def add(self, groups: Iterable[list[Request]], polled: bool = False) -> None:
         """Queue the answers to some prompts; of `polled` ones the outputs are kept."""

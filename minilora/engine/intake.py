@@ -87,6 +87,20 @@ class Intake:
         if version is not None and self._slots is not None:
             self._slots.registry.release(version)
 
+    def make(self, asked: Sequence[Asked], groups: list[list[Request]]) -> None:
+        """Add the requests of each prompt to `groups`; if one fails, none is left there.
+
+        Raises:
+            AdapterError: an unknown or faulty adapter.
+        """
+        try:
+            for one in asked:
+                groups.append(self.requests(one))
+        except BaseException:
+            self.give_back([request for group in groups for request in group])
+            groups.clear()
+            raise
+
     def requests(self, asked: Asked) -> list[Request]:
         """Make the `n` requests of one prompt.
 

@@ -13,7 +13,7 @@ from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.blocks import BlockPool
 from minilora.engine.core import EngineCore
-from minilora.engine.intake import Asked, Intake, Prompt, as_prompts, one_each
+from minilora.engine.intake import Intake, Prompt, as_prompts, one_each
 from minilora.engine.outputs import RequestOutput, StreamEvent, request_output
 from minilora.engine.progress import progress_bar
 from minilora.engine.request import Request
@@ -223,40 +223,18 @@ class LLM:
         lora_request: LoRA,
         polled: bool = False,
     ) -> list[list[Request]]:
-        """Check everything first, then read adapters, then queue: what is refused starts nothing.
-
-        Requests are made and queued under the lock, where no Ctrl-C falls between two lines.
-        """
+        """Check everything, then read adapters, then queue: what is refused starts nothing."""
         listed = as_prompts(prompts)
-        params = one_each("sampling_params", sampling_params, len(listed))
+        params = [
+            self._default_params if own is None else own
+            for own in one_each("sampling_params", sampling_params, len(listed))
+        ]
         adapters = one_each("lora_request", lora_request, len(listed))
         each = enumerate(zip(listed, params, adapters, strict=True))
-        asked = [
-            self._intake.check(
-                prompt, self._default_params if own is None else own, adapter, f"prompt {index}"
-            )
-            for index, (prompt, own, adapter) in each
-        ]
+        asked = [self._intake.check(*one, f"prompt {index}") for index, one in each]
         for one in asked:
             self._intake.load(one)
-        groups: list[list[Request]] = []
-        try:
-            with self.core.lock:
-                self._make(asked, groups)
-                self.core.add(groups, polled)
-        except BaseException:  # a Ctrl-C that waited for the lock's end, too
-            self.core.abort(answer for group in groups for answer in group)
-            raise
-        return groups
-
-    def _make(self, asked: Sequence[Asked], groups: list[list[Request]]) -> None:
-        try:
-            for one in asked:
-                groups.append(self._intake.requests(one))
-        except BaseException:
-            self._intake.give_back([request for group in groups for request in group])
-            groups.clear()
-            raise
+        return self.core.submit(self._intake, asked, polled)
 
     # ---- adapters
 

@@ -17,13 +17,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minilora.graphs.arena import Arena, Lifetime
 from minilora.graphs.base import CaptureError, GraphBackend, Static
-from minilora.graphs.refusals import refuse_host_read, refuse_launch, where
+from minilora.graphs.modes import DispatchMode, FunctionMode
+from minilora.graphs.refusals import refuse_launch, where
 from minilora.graphs.tape import ALLOCATIONS, Launch
 from minilora.ops.scratch import filled
 
@@ -131,7 +130,7 @@ class _RecordedCapture:
                 "torch.no_grad"
             )
         self._launches = []
-        self._modes = [_FunctionMode(self), _DispatchMode(self)]
+        self._modes = [FunctionMode(self), DispatchMode(self)]
         for mode in self._modes:
             mode.__enter__()
 
@@ -258,36 +257,6 @@ class _RecordedCapture:
             if not any(tensor is known for known in life.tensors):
                 life.tensors.append(tensor)
                 self._held[id(tensor)] += 1
-
-
-class _DispatchMode(TorchDispatchMode):
-    """Hands every call that reaches the dispatcher to the capture."""
-
-    def __init__(self, capture: _RecordedCapture) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capture = capture
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._capture.launch(func, args, kwargs or {})
-
-
-class _FunctionMode(TorchFunctionMode):
-    """Refuses what reads a tensor on the host without a call to the dispatcher."""
-
-    def __init__(self, capture: _RecordedCapture) -> None:
-        super().__init__()
-        self._capture = capture
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        refuse_host_read(func)
-        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
-            with self._capture.assignment():
-                return func(*args)
-        return func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -1,0 +1,53 @@
+"""How a recorder sees what torch does: one mode below autograd, one above everything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minilora.graphs.refusals import refuse_host_read
+
+
+class Recorder(Protocol):
+    """What the modes tell: a running capture."""
+
+    def launch(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one call and write it down."""
+
+    def assignment(self) -> AbstractContextManager[None]:
+        """Let torch make a tensor of a Python number meanwhile."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Hands every call that reaches the dispatcher to the capture."""
+
+    def __init__(self, capture: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._capture = capture
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return self._capture.launch(func, args, kwargs or {})
+
+
+class FunctionMode(TorchFunctionMode):
+    """Refuses what reads a tensor on the host without a call to the dispatcher."""
+
+    def __init__(self, capture: Recorder) -> None:
+        super().__init__()
+        self._capture = capture
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        refuse_host_read(func)
+        if func is torch.Tensor.__setitem__ and isinstance(args[2], (int, float, complex)):
+            with self._capture.assignment():
+                return func(*args)
+        return func(*args, **(kwargs or {}))
