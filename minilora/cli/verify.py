@@ -26,9 +26,11 @@ _OF_A_CHECKPOINT: dict[str, Any] = {
     "max_num_seqs": 8,
     "num_kv_blocks": 128,
 }
-_LEFT_OUT = {"model", "enable_lora", "graph", "graph_mode", "compile"}
-# The oracle reads the files; and steps are checked one by one, so none is launched ahead.
-_LEFT_OUT |= {"load_format", "async_scheduling"}
+_LEFT_OUT = {
+    *("model", "enable_lora", "graph", "graph_mode", "compile"),  # the paths set them
+    "load_format",  # the oracle reads the files
+    "async_scheduling",  # steps are checked one by one, so none is launched ahead
+}
 _HEAD = ("path", "workload", "steps", "replays", "vs eager", "vs oracle")
 _WIDTHS = (20, 11, 6, 8, 10, 10)
 

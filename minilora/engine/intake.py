@@ -83,9 +83,7 @@ class Intake:
         Raises:
             AdapterError: an unknown or faulty adapter.
         """
-        version = self._hold(asked.lora_request, 1)
-        if version is not None and self._slots is not None:
-            self._slots.registry.release(version)
+        self._hold(asked.lora_request, users=0)
 
     def make(self, asked: Sequence[Asked], groups: list[list[Request]]) -> None:
         """Add the requests of each prompt to `groups`; if one fails, none is left there.

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_graphs import decode_batch, replayer
+from bench_graphs import decode_batch, replay_times
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -66,23 +66,8 @@ def floor_ms(llm: LLM, rows: int, context: int) -> float:
 
 
 def medians(cases: Sequence[tuple[ModelRunner, Batch]], rounds: int = 100) -> list[float]:
-    """Milliseconds of each case's replay, in turn; the step is written before the clock runs.
-
-    The cases of one runner share its buffers, so each is written anew for every replay.
-    """
-    times: list[list[float]] = [[] for _ in cases]
-    for turn in range(rounds + 10):
-        for index, (runner, batch) in enumerate(cases):
-            key, step = runner.prepare(batch)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
-            torch.cuda.synchronize()
-            start.record()
-            runner.replay(key, step)
-            end.record()
-            end.synchronize()
-            if turn >= 10:
-                times[index].append(start.elapsed_time(end))
-    return [statistics.median(own) for own in times]
+    """Milliseconds of each case's replay, in turn."""
+    return [statistics.median(times) / 1e3 for times in replay_times(list(cases), rounds)]
 
 
 def load_adapters(llm: LLM, setup: Setup) -> None:
@@ -118,13 +103,13 @@ def profile(runner: ModelRunner, rows: int, adapters: int) -> list[list[Any]]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
-    run = replayer(runner, decode_batch(rows, adapters))
-    run()
+    key, step = runner.prepare(decode_batch(rows, adapters))
+    runner.replay(key, step)
     torch.cuda.synchronize()
     turns = 10
     with profiler(activities=[ProfilerActivity.CUDA]) as found:
         for _ in range(turns):
-            run()
+            runner.replay(key, step)
         torch.cuda.synchronize()
     count: Counter[str] = Counter()
     us: Counter[str] = Counter()

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,24 +99,24 @@ def decode_batch(rows: int, adapters: int, context: int = 160) -> Batch:
     )  # fmt: skip
 
 
-def replay_times(runs: list[Callable[[], Any]], rounds: int) -> list[list[float]]:
-    """Microseconds of each function, in turn, on the device."""
-    times: list[list[float]] = [[] for _ in runs]
+def replay_times(cases: list[tuple[ModelRunner, Batch]], rounds: int) -> list[list[float]]:
+    """Microseconds of each case's replay, in turn, on the device.
+
+    The cases of one runner share its buffers, so each step is written before its clock runs.
+    """
+    times: list[list[float]] = [[] for _ in cases]
     for turn in range(rounds + 10):
-        for index, run in enumerate(runs):
+        for index, (runner, batch) in enumerate(cases):
+            key, step = runner.prepare(batch)
+            torch.cuda.synchronize()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
             start.record()
-            run()
+            runner.replay(key, step)
             end.record()
             end.synchronize()
             if turn >= 10:
                 times[index].append(start.elapsed_time(end) * 1e3)
     return times
-
-
-def replayer(runner: ModelRunner, batch: Batch) -> Callable[[], Any]:
-    key, step = runner.prepare(batch)
-    return lambda: runner.replay(key, step)
 
 
 def idle(off: LLM, on: LLM) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def idle(off: LLM, on: LLM) -> dict[str, Any]:
     for name, other in (("same weights", without_lora(on)), ("two engines", off.runner)):
         for rows in (1, 8, 32):
             batch = decode_batch(rows, 0)
-            pair = [replayer(other, batch), replayer(on.runner, batch)]
+            pair = [(other, batch), (on.runner, batch)]
             medians = [round(statistics.median(t), 1) for t in replay_times(pair * 2, 200)]
             ratio = (medians[1] + medians[3]) / (medians[0] + medians[2])
             found[f"{rows} rows, {name}"] = {"us": medians, "ratio": round(ratio, 5)}
@@ -154,9 +153,9 @@ def active(off: LLM, on: LLM) -> dict[str, Any]:
     for rows in (1, 8, 32):
         for adapters in (1, 2, 4):
             if adapters <= rows:
-                runs = [replayer(off.runner, decode_batch(rows, 0))]
-                runs.append(replayer(on.runner, decode_batch(rows, adapters)))
-                a, b = (statistics.median(times) for times in replay_times(runs, 100))
+                cases = [(off.runner, decode_batch(rows, 0))]
+                cases.append((on.runner, decode_batch(rows, adapters)))
+                a, b = (statistics.median(times) for times in replay_times(cases, 100))
                 found[f"{rows} rows, {adapters} adapters"] = [
                     round(a, 1),
                     round(b, 1),
@@ -208,8 +207,8 @@ def maxima(folder: Path) -> dict[str, Any]:
         llm.generate([[1, 2]], SamplingParams(max_tokens=1), adapter, progress=False)
     found = {}
     for rows in (1, 8):
-        runs = [replayer(llm.runner, decode_batch(rows, 1)) for llm in llms]
-        medians = [statistics.median(times) for times in replay_times(runs, 200)]
+        cases = [(llm.runner, decode_batch(rows, 1)) for llm in llms]
+        medians = [statistics.median(times) for times in replay_times(cases, 200)]
         for (loras, rank), median in zip(sizes, medians, strict=True):
             ratio = round(median / medians[0], 3)
             found[f"{rows} rows, {loras} slots of rank {rank}"] = [round(median, 1), ratio]
