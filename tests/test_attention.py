@@ -103,13 +103,12 @@ class Paged:
         )
         return out
 
-    def prefill(self, spans: Sequence[tuple[int, int]]) -> torch.Tensor:
+    def prefill(self, spans: Sequence[tuple[int, int]], device: str = "cpu") -> torch.Tensor:
         """Attend from the tokens ``start <= position < stop`` of each request."""
         q = torch.cat([q[a:b] for q, (a, b) in zip(self.q, spans, strict=True)])
         lengths = [b - a for a, b in spans], [b for _, b in spans]
-        caches = self.k_cache, self.v_cache
-        out: torch.Tensor = prefill_attention(q, *caches, self.tables, *lengths, self.scale)
-        return out
+        there = (t.to(device) for t in (q, self.k_cache, self.v_cache, self.tables))
+        return prefill_attention(*there, *lengths, self.scale).cpu()
 
     def check_decode(self, got: torch.Tensor) -> None:
         for request, n in enumerate(self.context_lens):
@@ -221,18 +220,18 @@ def test_scale_is_applied() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("kv_heads", [1, 3])
-def test_prefill(dtype: torch.dtype, group: int, kv_heads: int) -> None:
+def test_prefill(device: str, dtype: torch.dtype, group: int, kv_heads: int) -> None:
     paged = Paged(LENGTHS, group, kv_heads, dtype=dtype)
-    spans = [(0, n) for n in LENGTHS]
-    paged.check_prefill(paged.prefill(spans), spans)
+    for spans in ([(0, n) for n in LENGTHS], [(n // 2, n) for n in LENGTHS]):
+        paged.check_prefill(paged.prefill(spans, device), spans)
 
 
 @pytest.mark.parametrize("width", [2, 6, 10, 16, 64, 80])
 @pytest.mark.parametrize("block_size", [1, 3, 16])
-def test_prefill_sizes(width: int, block_size: int) -> None:
+def test_prefill_sizes(device: str, width: int, block_size: int) -> None:
     paged = Paged([1, 2, 17, 33], 3, 2, width, block_size)
     spans = [(0, 1), (1, 2), (5, 17), (0, 33)]
-    paged.check_prefill(paged.prefill(spans), spans)
+    paged.check_prefill(paged.prefill(spans, device), spans)
 
 
 def test_every_chunk_of_a_prompt() -> None:
@@ -283,8 +282,12 @@ def test_prefill_of_other_rows_than_the_lengths_say(rows: int, lens: list[int]) 
 def test_prefill_lengths_that_do_not_go_together() -> None:
     paged = Paged([4, 4])
     caches = paged.k_cache, paged.v_cache
-    for lens, contexts in [([4], [3]), ([4], [4, 4])]:
-        with pytest.raises((ValueError, RuntimeError)):
+    for lens, contexts, fault in [
+        ([3], [4], "got 4 rows, but query_lens describe 3"),
+        ([4], [3], "4 new tokens in a context of 3"),
+        ([4], [4, 4], "longer than argument"),
+    ]:
+        with pytest.raises(ValueError, match=fault):
             prefill_attention(torch.ones(4, 4, 6), *caches, paged.tables, lens, contexts, 1.0)
 
 

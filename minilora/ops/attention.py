@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from minilora.ops.launch_op import launch_op
@@ -116,7 +117,8 @@ def prefill_attention(
         ``[T, Hq, D]``.
 
     Raises:
-        ValueError: the lengths describe another number of rows than `q` has.
+        ValueError: the lengths describe another number of rows than `q` has, or a context
+            shorter than its new tokens.
     """
     if q.shape[0] != sum(query_lens):
         raise ValueError(
@@ -126,6 +128,11 @@ def prefill_attention(
     start = 0
     lengths = zip(query_lens, context_lens, strict=True)
     for request, (query_len, context_len) in enumerate(lengths):
+        if query_len > context_len:
+            raise ValueError(
+                f"prefill_attention got {query_len} new tokens in a context of {context_len}, "
+                "which must include them"
+            )
         rows = slice(start, start + query_len)
         blocks = block_tables[request, : -(-context_len // k_cache.shape[1])].long()
         keys = k_cache[blocks].flatten(0, 1)[:context_len]  # [L, Hkv, D]
@@ -144,14 +151,9 @@ def _causal_attention(
     group = grouped.shape[1]
     keys = keys.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)  # [Hkv, G, L, D]
     values = values.to(q.dtype).transpose(0, 1)[:, None].expand(-1, group, -1, -1)
-    whole = new == context
-    mask = None
-    if not whole:
-        position = torch.arange(context, device=q.device)
-        mask = position <= position[-new:, None]  # [N, L]
-    out = scaled_dot_product_attention(
-        grouped, keys, values, attn_mask=mask, is_causal=whole, scale=scale
-    )
+    # The last token sees the whole context. On CUDA a kernel knows this shape: no mask is made.
+    causal = causal_lower_right(new, context)
+    out = scaled_dot_product_attention(grouped, keys, values, attn_mask=causal, scale=scale)
     return out.permute(2, 0, 1, 3).flatten(1, 2)  # [N, Hq, D]
 
 
