@@ -150,9 +150,9 @@ class WarmUp:
         kept = set(most_useful(dispatcher.keys, costs, max_memory))
         dropped = tuple(key for key in dispatcher.keys if key not in kept)
         if dropped:
-            wanted = costs.of(dispatcher.keys) / MIB
+            wanted = -(-costs.of(dispatcher.keys) // MIB)  # as the option: whole ones
             logger.warning(
-                "max_graph_memory=%d MiB holds %d of %d graphs (all need about %.0f MiB); steps "
+                "max_graph_memory=%d MiB holds %d of %d graphs (all need about %d MiB); steps "
                 "that miss theirs take a larger one or run eagerly",
                 *(max_memory // MIB, len(kept), len(dispatcher.keys), wanted),
             )

@@ -78,6 +78,12 @@ def test_the_profile_for_a_gpus_kv_pool_samples(
     assert drawn == [((5, llm.model_config.vocab_size), 5)]
 
 
+def test_a_kv_pool_larger_than_any_memory(tiny_llama: Path) -> None:
+    for blocks in (1 << 28, 1 << 30):
+        with pytest.raises(ConfigError, match=rf"num_kv_blocks={blocks}, which take \d+ MiB; give"):
+            LLM(tiny_llama, num_kv_blocks=blocks, block_size=1024, device="cpu")
+
+
 def test_max_model_len_that_cannot_be_held(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"max_model_len=100 does not fit.*= 48 tokens"):
         LLM(tiny_llama, max_model_len=100, num_kv_blocks=3)

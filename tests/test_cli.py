@@ -224,7 +224,7 @@ def test_chat_goes_through_the_template(tiny_llama: Path, tmp_path: Path) -> Non
     options = ["--temperature", "0", "--max-tokens", "5", "--ignore-eos", "--output", str(out)]
     assert generate(tiny_llama, *options, "--input", str(source)) == 1
     talked, bad, both = lines(out)
-    assert bad["error"] or bad["token_ids"]
+    assert 'messages[0] has role=None; give "user"' in bad["error"]
     assert '"prompt" or "messages"' in both["error"]
     assert generate(tiny_llama, *options, "--chat", "--prompt", "Hi") == 0
     assert lines(out)[0]["token_ids"] == talked["token_ids"]
@@ -232,6 +232,19 @@ def test_chat_goes_through_the_template(tiny_llama: Path, tmp_path: Path) -> Non
     assert generate(tiny_llama, *options, "--prompt", "Hi") == 0
     assert lines(out)[0]["token_ids"] != talked["token_ids"]
     assert out.stat().st_mode & 0o044 == (~umask() & 0o044), "as any file of this user"
+
+
+def test_log_probabilities_are_written(tiny_llama: Path, tmp_path: Path) -> None:
+    options = ["--temperature", "0", "--max-tokens", "3", "--ignore-eos", "--logprobs", "2"]
+    assert generate(tiny_llama, *options, "--prompt", "Hi", "--output", str(tmp_path / "out")) == 0
+    (record,) = lines(tmp_path / "out")
+    best = [
+        tops[str(token)]
+        for token, tops in zip(record["token_ids"], record["logprobs"], strict=True)
+    ]
+    assert [one["rank"] for one in best] == [1, 1, 1]
+    assert [len(tops) for tops in record["logprobs"]] == [2, 2, 2]
+    assert record["cumulative_logprob"] == pytest.approx(sum(one["logprob"] for one in best))
 
 
 def umask() -> int:

@@ -240,6 +240,7 @@ def test_max_graph_memory_drops_graphs_and_says_so(
     assert none.capture_report.graphs == 0
     assert len(none.capture_report.dropped) == want.capture_report.graphs
     assert "max_graph_memory=0 MiB holds 0 of" in caplog.text
+    assert "all need about 1 MiB" in caplog.text, "whole ones, as the option; never 0"
     assert make(**path, max_graph_memory=1000).capture_report.dropped == ()
     prompts = [[5, 6, 7]] * 4
     params = SamplingParams(temperature=0, max_tokens=8)

@@ -376,6 +376,29 @@ def test_what_a_chat_can_be_refused_for() -> None:
 
 
 @pytest.mark.parametrize(
+    ("message", "fault"),
+    [
+        ({"content": "Hi"}, "has role=None"),
+        ({"role": 3, "content": "Hi"}, "has role=3"),
+        ({"role": "user"}, "has content=None"),
+        ({"role": "user", "content": 7}, "has content=7"),
+        ({"role": "user", "content": [{"type": "image", "url": "x"}]}, "content=.*image"),
+        ({"role": "user", "content": ["Hi"]}, "content=.*Hi"),
+    ],
+)
+def test_a_message_is_refused_by_its_number(message: dict[str, Any], fault: str) -> None:
+    with pytest.raises(RequestError, match=r"messages\[1\] .*" + fault + ".*; give "):
+        render("x", [TALK[0], message])
+
+
+def test_parts_of_a_text_are_joined_and_a_call_of_a_tool_needs_none() -> None:
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "One\ntwo"
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "look"}]}
+    assert render("{{ messages[0].tool_calls[0].name }}", [call]) == "look"
+
+
+@pytest.mark.parametrize(
     "attack",
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",

@@ -21,7 +21,7 @@ from minilora.config.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from minilora.engine.llm import LLM
-    from minilora.engine.outputs import RequestOutput
+    from minilora.engine.outputs import CompletionOutput, RequestOutput
 
 _EXAMPLES = """examples:
   minilora generate --model llama --prompt "Once upon a time"
@@ -193,11 +193,19 @@ def _record(entry: dict[str, Any], output: RequestOutput | None) -> dict[str, An
     if output is None:
         return {**record, "text": None, "token_ids": [], "finish_reason": "error"}
     record["error"] = output.error
-    answers = [
-        {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
-        for one in output.outputs
-    ]
+    answers = [_answer_record(one) for one in output.outputs]
     return {**record, **answers[0], **({"answers": answers} if len(answers) > 1 else {})}
+
+
+def _answer_record(one: CompletionOutput) -> dict[str, Any]:
+    record = {"text": one.text, "token_ids": one.token_ids, "finish_reason": one.finish_reason}
+    if one.logprobs is None:
+        return record
+    logprobs = [
+        {token: dataclasses.asdict(logprob) for token, logprob in of_token.items()}
+        for of_token in one.logprobs
+    ]
+    return {**record, "logprobs": logprobs, "cumulative_logprob": one.cumulative_logprob}
 
 
 @contextmanager

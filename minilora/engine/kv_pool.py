@@ -66,6 +66,25 @@ def num_blocks_for(
     return min(most, _blocks_in(left, config, model.config, options.dtype))
 
 
+def make_kv_cache(
+    config: EngineConfig, model_config: ModelConfig, num_blocks: int, options: LayerOptions
+) -> KVCache:
+    """Return the KV pool.
+
+    Raises:
+        ConfigError: there is no memory for so many blocks; says how much they take.
+    """
+    size = num_blocks, config.block_size, options.dtype
+    try:
+        return KVCache(model_config, *size, options.device)
+    except (MemoryError, torch.OutOfMemoryError, ValueError) as error:  # NumPy, CUDA, NumPy again
+        block_bytes = bytes_per_block(model_config, config.block_size, options.dtype)
+        raise ConfigError(
+            f"LLM: there is no memory for num_kv_blocks={num_blocks}, which take "
+            f"{num_blocks * block_bytes / MIB:.0f} MiB; give fewer, or leave it to the engine"
+        ) from error
+
+
 def _blocks_in(
     left: int, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
 ) -> int:

@@ -14,7 +14,13 @@ from minilora.config.engine import EngineConfig
 from minilora.config.errors import CheckpointError, ConfigError
 from minilora.config.model import ModelConfig, read_json_object
 from minilora.config.sampling import SamplingParams
-from minilora.engine.kv_pool import fitted_context, longest_context, most_blocks, num_blocks_for
+from minilora.engine.kv_pool import (
+    fitted_context,
+    longest_context,
+    make_kv_cache,
+    most_blocks,
+    num_blocks_for,
+)
 from minilora.engine.make_runner import graph_kind, make_runner, warn_of_eager_decode
 from minilora.lora.adapter import load_adapter
 from minilora.lora.layers import LayerOptions
@@ -74,7 +80,7 @@ def build(config: EngineConfig) -> System:
         load_weights(model, folder, progress=sys.stderr.isatty())
     num_blocks = num_blocks_for(config, model, most, longest, options)
     max_model_len = fitted_context(config, longest, num_blocks)
-    kv_cache = KVCache(model_config, num_blocks, config.block_size, dtype, device)
+    kv_cache = make_kv_cache(config, model_config, num_blocks, options)
     kv_cache.bind(model)
     runner = make_runner(config, model, kv_cache, max_model_len, options)
     warn_of_eager_decode(config, runner.dispatcher)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from minilora.config.errors import CheckpointError, RequestError
+from minilora.config.errors import CheckpointError, RequestError, shown
 from minilora.config.model import read_json_object
 
 if TYPE_CHECKING:
@@ -224,7 +224,30 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         copy = json.loads(json.dumps([dict(message) for message in messages]))
     except (TypeError, ValueError) as error:
         raise RequestError(f"messages must hold texts and other JSON values: {error}") from None
-    return [{key: v for key, v in message.items() if v is not None} for message in copy]
+    talk = [{key: v for key, v in message.items() if v is not None} for message in copy]
+    for index, message in enumerate(talk):
+        _check_message(message, f"messages[{index}]")
+    return talk
+
+
+def _check_message(message: dict[str, Any], where: str) -> None:
+    """Refuse what templates would pass over or write as Python would; join a text's parts."""
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f'{where} has role={shown(message.get("role"))}; give "user", say')
+    content = message.get("content")
+    if isinstance(content, list) and all(_is_text_part(part) for part in content):
+        message["content"] = "\n".join(part["text"] for part in content)
+    elif not (isinstance(content, str) or (content is None and "tool_calls" in message)):
+        raise RequestError(
+            f"{where} has content={shown(content)}; give a text, or a list of "
+            '{"type": "text", "text": ...}'
+        )
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    )
 
 
 def _compile(source: str) -> jinja2.Template:
