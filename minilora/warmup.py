@@ -197,8 +197,9 @@ class WarmUp:
     def compile_eager_steps(self) -> None:
         """Run one layer on every kind of step that can run without a graph.
 
-        Triton compiles a kernel when it is first launched, which takes most of a second, and
-        torch.compile takes longer. Where nothing is compiled there is nothing to do.
+        Triton compiles a kernel when it is first launched, torch.compile a function when it is
+        first called, and the step that does it waits. Where nothing is compiled there is nothing
+        to do.
         """
         if not (self._on_cuda or self._runner.model.compiled):
             return

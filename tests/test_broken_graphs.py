@@ -528,7 +528,7 @@ def test_a_right_function_is_clean(tensors: Any) -> None:
 
 
 def test_a_shrink_buffer_that_is_not_cleared_inside_the_graph(tensors: Any) -> None:
-    """#25914 cleared it outside of the ops; forget that, and it adds up from replay to replay."""
+    """Before #25914 it was cleared beside the op; forgotten, it adds up from replay to replay."""
     t = tensors
     partial = torch.zeros(4, 2, device=t.x.device)
 

@@ -243,7 +243,7 @@ print(f"minilora answers {answers(out)}, right is {right}")
 # ## On a GPU
 #
 # A decode step of the same shape, measured without and with adapters, beside what the bytes say.
-# This is minilora with all that the next tutorials build, its kernels and its graphs:
+# This is minilora with its own kernels and graphs, without the compiler of tutorial 10:
 
 # %%
 measured = json.loads(Path("docs/benchmarks/h200-graphs.json").read_text())

@@ -241,7 +241,7 @@ print("token_lora_mapping ", written.meta.token_lora_mapping.tolist())
 
 # %% [markdown]
 # The last row of every buffer is written: id 0, place 0, length 0, no adapter. And the embedding
-# only reads: `lora_embedding_shrink` in `minilora/ops/shrink.py` looks ids up and leaves them
+# only reads: `lora_embedding_shrink` in `minilora/ops/embedding.py` looks ids up and leaves them
 # alone. In a whole engine, `poisoned` of `minilora.testing` fills everything that must not matter
 # with garbage between steps; `minilora verify` runs that on each path of your machine.
 #

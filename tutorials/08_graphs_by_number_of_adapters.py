@@ -271,8 +271,7 @@ for name in ("one set", "two sets", "by count"):
 
 # %% [markdown]
 # Each step ran in the graph of its own count here, so this does not say what a grid that is too
-# large would cost. And do not read too much into the order of the last three lines: more adapters
-# cannot take less time, so figures that far apart, a hundredth or two, are noise.
+# large would cost.
 #
 # ## Check
 

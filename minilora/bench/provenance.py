@@ -40,14 +40,21 @@ def machine(device: str) -> str:
 
 
 def versions(packages: Sequence[str] = ()) -> str:
-    """Return the versions of torch, of triton where it is, of `packages`, and of Python."""
+    """Return the versions of torch, triton, `packages`, Python and the GPU's driver, as there are."""
     named = [f"torch {torch.__version__}"]
     for package in ("triton", *packages):
         try:
             named.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    return ", ".join([*named, f"Python {platform.python_version()}"])
+    return ", ".join([*named, f"Python {platform.python_version()}", *_driver()])
+
+
+def _driver() -> list[str]:
+    """Return the NVIDIA driver, in a list that is empty without one."""
+    info = Path("/proc/driver/nvidia/version")
+    found = re.search(r"Module.*?(\d+\.[\d.]+)", info.read_text()) if info.is_file() else None
+    return [f"driver {found[1]}"] if found else []
 
 
 def _cpu() -> str:

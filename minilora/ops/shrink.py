@@ -39,7 +39,7 @@ def lora_shrink(
     Returns:
         ``h``, opaque but to `lora_expand`. Every element that `lora_expand` will read is
         written, whatever was there before; so clearing happens inside the op, hence inside a
-        graph (vLLM #25914 cleared it outside the ops, for every graph).
+        graph (before vLLM #25914 it was cleared beside the op).
 
     Raises:
         ValueError: `meta` routes another number of rows than `x` has, or the grid is negative.

@@ -3,8 +3,9 @@
 Every figure is made in the same way: calls on 16 sets of weights are captured in one CUDA
 graph, so that launches cost what they cost in a decode step; the graph is replayed 50 times, and
 the median is divided by 16. Sixteen sets are what other engines' kernels were measured with, and
-only the largest case (gate_up, four adapters) is more than the 50 MB of an H200's L2 cache: the
-figures compare kernels, and a whole decode step (``minilora bench compare``) says what they cost.
+few cases (four adapters on gate_up, sixteen, rank 64) are more than the 50 MB of an H200's L2
+cache: the figures compare kernels, and a whole decode step (``minilora bench compare``) says what
+they cost.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@
 There are two ways to find them. With few rows a program looks at *every* row of the step and
 keeps those whose slot is its own: one read of the mapping, side by side with everything else.
 With many rows it takes one tile of the sorted rows: three reads, each of which needs the one
-before, but no wasted work. A read that waits for another costs 0.15 us on an H200, and a whole
-decode kernel takes 1.5.
+before, but no wasted work.
 """
 
 from __future__ import annotations
