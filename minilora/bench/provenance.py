@@ -40,7 +40,7 @@ def machine(device: str) -> str:
 
 
 def versions(packages: Sequence[str] = ()) -> str:
-    """Return the versions of torch, triton, `packages`, Python and the GPU's driver, as there are."""
+    """Return the versions of torch, triton, `packages`, Python and driver, as there are."""
     named = [f"torch {torch.__version__}"]
     for package in ("triton", *packages):
         try:
