@@ -103,17 +103,41 @@ def test_other_sizes_and_flags_are_right_and_share_the_code(
         assert answers == traffic(make(tiny_llama, compile="none", **change)), change
 
 
-def test_the_first_size_is_not_a_constant() -> None:
-    """#14626: the warm-up ran at exactly the largest size, and 8192 was taken for a constant."""
+def arguments(name: str, rows: int, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """Arguments of a compiled function; its other sizes are 32, 16 and the 64 rows of a table."""
+    generator = torch.Generator().manual_seed(rows)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    if name == "rotate":
+        positions = torch.arange(rows, dtype=torch.int32) % 64
+        table = torch.rand(64, 8, generator=generator)
+        return normal(rows, 6, 16), positions, table, table, 4, 1
+    if name == "silu_and_mul":
+        return (normal(rows, 64),)
+    streams = [normal(rows, 32) for _ in range(2 if name == "add_rms_norm" else 1)]
+    return *streams, normal(32), 1e-5
+
+
+NAMES = ["rms_norm", "add_rms_norm", "rotate", "silu_and_mul"]
+
+
+@pytest.mark.parametrize("first", [8192, 64, 32])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_first_size_is_not_a_constant(name: str, first: int) -> None:
+    """#14626: the warm-up ran at exactly the largest size, and 8192 was taken for a constant.
+
+    So may a number of rows that happens to be another size too: a width, or a table's length.
+    """
     fused = Fused(compiled=True)
-    generator = torch.Generator().manual_seed(0)
 
     def run(rows: int) -> None:
-        gate_up = torch.randn(rows, 64, generator=generator)
-        torch.testing.assert_close(fused.silu_and_mul(gate_up), Fused().silu_and_mul(gate_up))
+        args = arguments(name, rows)
+        torch.testing.assert_close(getattr(fused, name)(*args), getattr(Fused(), name)(*args))
 
-    assert compiled_by(lambda: run(8192)) == 1
-    assert compiled_by(lambda: [run(rows) for rows in (2, 8191, 8193, 5, 8192)]) == 0
+    assert compiled_by(lambda: run(first)) == 1
+    assert compiled_by(lambda: [run(rows) for rows in (2, 8191, 65, 33, 5, 64, 32, 8193)]) == 0
     assert compiled_by(lambda: [run(1), run(1)]) == 1, "one row is a compilation of its own"
 
 
@@ -126,25 +150,14 @@ def test_a_mark_forgotten_compiles_again(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compiled_functions_agree_with_plain_ones(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    plain, compiled = Fused(), Fused(compiled=True)
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_functions_agree_with_plain_ones(name: str, dtype: torch.dtype) -> None:
+    plain, compiled = getattr(Fused(), name), getattr(Fused(compiled=True), name)
     for rows in (6, 1):
-        qkv, positions = normal(rows, 6, 16), torch.arange(rows, dtype=torch.int32)
-        table = torch.rand(8, 8, generator=generator)
-        cases: dict[str, tuple[Any, ...]] = {
-            "rms_norm": (normal(rows, 32), normal(32), 1e-5),
-            "add_rms_norm": (normal(rows, 32), normal(rows, 32), normal(32), 1e-5),
-            "rotate": (qkv, positions, table, table, 4, 1),
-            "silu_and_mul": (normal(rows, 64),),
-        }
-        for name, args in cases.items():
-            want, got = getattr(plain, name)(*args), getattr(compiled, name)(*args)
-            torch.testing.assert_close(got, want, rtol=LOGIT_TOLERANCE[dtype], atol=1e-5)
+        args = arguments(name, rows, dtype)
+        torch.testing.assert_close(
+            compiled(*args), plain(*args), rtol=LOGIT_TOLERANCE[dtype], atol=1e-5
+        )
 
 
 def test_compile_does_not_go_with_the_recorder(tiny_llama: Path) -> None:
