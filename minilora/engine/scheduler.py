@@ -97,8 +97,13 @@ class Scheduler:
         """Whether a waiting request could start now; asks what `schedule` asks."""
         if len(self.running) == self._max_num_seqs:
             return False
-        first = next((request for request in self.waiting if self._has_slot(request)), None)
-        return first is not None and self.pool.blocks_for(first.num_tokens) <= self.pool.num_free
+        without_slot: set[AdapterVersion | None] = set()
+        for request in self.waiting:
+            if request.adapter not in without_slot:
+                if self._has_slot(request):
+                    return self.pool.blocks_for(request.num_tokens) <= self.pool.num_free
+                without_slot.add(request.adapter)
+        return False
 
     def extend_all(self, requests: Sequence[Request], num_tokens: Sequence[int]) -> bool:
         """Let every request's blocks hold so many tokens, without preempting anybody.
@@ -157,13 +162,15 @@ class Scheduler:
     def _admit_waiting(self, plan: _Plan) -> None:
         """Admit waiting requests in order of arrival, passing over those without a slot."""
         passed: list[Request] = []
+        without_slot: set[AdapterVersion | None] = set()  # asked once: no slot frees in here
         held_back: AdapterVersion | None = None  # the adapter whose slot is reserved
         for request in list(self.waiting):
             if plan.budget == 0 or len(self.running) == self._max_num_seqs:
                 return
             if request.adapter is not None and request.adapter is held_back:
                 continue
-            if not self._has_slot(request):
+            if request.adapter in without_slot or not self._has_slot(request):
+                without_slot.add(request.adapter)
                 passed.append(request)
                 if held_back is None and request.times_passed >= MAX_TIMES_PASSED and self.slots:
                     held_back = self.slots.soonest_free()
