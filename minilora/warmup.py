@@ -19,7 +19,7 @@ import torch
 from rich.progress import track
 
 from minilora.batch import NO_LORA, PADDING_BLOCK, Batch, BatchDescriptor, BatchRow, GraphMode
-from minilora.config.errors import ConfigError
+from minilora.config.errors import ConfigError, is_full_memory
 from minilora.graphs.budget import GraphCosts, most_useful
 from minilora.graphs.cuda import frozen_gc
 from minilora.graphs.dispatcher import GraphKey
@@ -133,8 +133,7 @@ class WarmUp:
         try:
             yield
         except (RuntimeError, MemoryError) as error:
-            full = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            if not (full or "can't allocate memory" in str(error)):
+            if not is_full_memory(error):
                 raise
             raise ConfigError(self._not_enough(cases)) from error
 

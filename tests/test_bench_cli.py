@@ -84,7 +84,7 @@ def test_the_shape_is_that_of_the_gpu_benchmark() -> None:
         (["--adapters", "5"], "--adapters 5 must be from 1 to --max-loras 4"),
         (["--workload", "even"], "'even' is not one of none, identical"),
         (["--device", "tpu"], "--device 'tpu' must be"),
-        (["--out", "no/such/folder/x.json"], "the folder does not exist"),
+        (["--out", "no/such/folder/x.json"], "a folder that exists"),
         pytest.param(["--device", "cuda"], "finds no CUDA device", marks=without_gpu),
         (["--tune", "--device", "cpu"], "it needs Triton and a CUDA device"),
         pytest.param(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from minilora import LLM
-from minilora.bench.latency import batch, measure, summary
+from minilora.bench.latency import measure, summary
 from minilora.bench.plot import bars
 from minilora.bench.serve import serve
-from minilora.bench.setup import Setup, make_setup
+from minilora.bench.setup import Setup, fixed_length, make_setup, refuse_short
 from minilora.cli import main
 from minilora.config.errors import ConfigError
 from minilora.testing.shapes import SHAPES, make_shape
@@ -71,7 +71,16 @@ def test_the_command(
         (["serve", "--concurrency", "2", "0"], "--concurrency 0 must be 1 or more"),
         (["compare", "--adapters", "0", "2"], "--adapters 0 must be 1 or more"),
         (["throughput", "--adapters", "-1"], "--adapters -1 must be 0 or more"),
-        (["latency", "--out", "/no/such/folder/x.json"], "the folder does not exist"),
+        (
+            ["latency", "--out", "/no/such/folder/x.json"],
+            "x.json' must be a file",
+        ),
+        (["latency", "--svg", "/"], "--svg '/' must be a file"),
+        (["latency", "--batch-size", "2", "--adapters", "3"], "3 are more than --batch-size 2"),
+        (["compare", "--adapters", "1", "9"], "--adapters 9 are more than --batch-size 8"),
+        (["throughput", "--num-prompts", "1", "--adapters", "2"], "more than --num-prompts 1"),
+        (["latency", *ENGINE, "--output-len", "60"], "are more than max_model_len=64 together"),
+        (["serve", *ENGINE, "--input-len", "60"], "--input-len 60 and --output-len 6 are more"),
     ],
 )
 def test_bad_numbers(flags: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +89,10 @@ def test_bad_numbers(flags: list[str], match: str, capsys: pytest.CaptureFixture
 
 
 def test_an_answer_that_ends_early_is_no_measurement(setup: Setup) -> None:
-    run = batch(engine(setup), setup.loras, batch_size=2, input_len=40, output_len=60)
+    output = engine(setup).generate([[5]], fixed_length(3), progress=False)
+    refuse_short(output, 3)
     with pytest.raises(RuntimeError, match="ended early: length"):
-        run()
+        refuse_short(output, 4)
 
 
 def test_runs_are_measured_in_turn() -> None:
@@ -97,6 +107,7 @@ def test_percentiles() -> None:
     found = summary([float(n) for n in range(101)])
     assert found["percentiles"] == {"10": 10, "25": 25, "50": 50, "75": 75, "90": 90, "99": 99}
     assert (found["average"], found["samples"]) == (50, 101)
+    assert summary([1.0, 4.0])["percentiles"]["50"] == 2.5, "the median of an even number"
 
 
 def test_serving_keeps_so_many_in_flight(setup: Setup, monkeypatch: Any) -> None:

@@ -58,7 +58,7 @@ def test_kv_pool_of_a_cpu_follows_the_options(
     assert llm.scheduler.pool.num_blocks == 30, "a quarter of the free memory"
     assert llm.max_model_len == 480
     memory.available = 1000
-    with pytest.raises(ConfigError, match=r"250 bytes are left for the KV pool.*lower max_loras"):
+    with pytest.raises(ConfigError, match=r"250 bytes are left.*or give num_kv_blocks"):
         LLM(tiny_llama, device="cpu")
 
 
@@ -82,6 +82,21 @@ def test_a_kv_pool_larger_than_any_memory(tiny_llama: Path) -> None:
     for blocks in (1 << 28, 1 << 30):
         with pytest.raises(ConfigError, match=rf"num_kv_blocks={blocks}, which take \d+ MiB; give"):
             LLM(tiny_llama, num_kv_blocks=blocks, block_size=1024, device="cpu")
+
+
+def test_adapter_slots_larger_than_memory(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = LayerOptions.zeros
+
+    def full(self: LayerOptions, *shape: int) -> torch.Tensor:
+        if self.max_loras:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+        return zeros(self, *shape)
+
+    monkeypatch.setattr(LayerOptions, "zeros", full)
+    with pytest.raises(ConfigError, match=r"no memory for.*max_loras=7 .*max_lora_rank=16; lower"):
+        LLM(tiny_llama, enable_lora=True, max_loras=7, device="cpu", num_kv_blocks=8)
 
 
 def test_max_model_len_that_cannot_be_held(tiny_llama: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from minilora.cli import main
 from minilora.cli.report_html import short_name
@@ -51,7 +52,7 @@ def test_a_checkpoint_and_its_adapters(
     folder = tiny_adapter("verify", r=4)
     flags = ["--model", str(tiny_llama), "--lora", f"a={folder}", "--num-kv-blocks", "64"]
     assert main([*QUICK, *flags]) == 0
-    assert "graphs of [1, 2, 4] rows" in capsys.readouterr().out
+    assert "graphs of [1, 2, 8] rows" in capsys.readouterr().out
 
 
 def test_a_model_without_adapters(tmp_path: Path) -> None:
@@ -64,12 +65,12 @@ def test_a_model_without_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["verify", "--path", "CUDA"], "there is no path 'CUDA'"),
+        (["verify", "--path", "CUDA"], "there is no path 'CUDA'; known here: "),
         (["verify", "--workload", "some"], "there is no workload 'some'"),
         (["verify", "--lora", "a=b"], "--lora needs --model"),
         (["verify", "--model", "m", "--lora", "a"], "--lora 'a' must be NAME=DIR"),
         (["verify", "--model", "m", "--lora", "a=b", "--lora", "a=c"], "'a' is given twice"),
-        (["verify", "--html", "/no/such/folder/r.html"], "the folder does not exist"),
+        (["verify", "--html", "/no/such/folder/r.html"], "a folder that exists"),
         (["verify", "--capture-sizes", "4", "2"], "sizes must ascend"),
         (["inspect", "--graph", "cuda", "--device", "cpu"], "graph='recorded'"),
         (["inspect", "--max-graph-memory", "-1"], "max_graph_memory=-1"),
@@ -90,6 +91,34 @@ def test_inspect(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     assert "run FULL with 4 rows (1 padding) and 2 groups" in printed
     assert re.search(r"token_lora_mapping\W+\[0, -1, 1, -1\]", printed)
     assert re.search(r"rank-5\W+5\W+1\W", printed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (["--max-loras", "1"], "the last step: 1 rows, run FULL with 1 rows (0 padding)"),
+        (["--max-model-len", "6"], "the last step: 3 rows, run FULL with 4 rows (1 padding)"),
+    ],
+)
+def test_inspect_counts_the_rows_of_its_step(
+    flags: list[str], found: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # --device says what is used
+    assert main(["inspect", "--device", "cpu", *flags]) == 0
+    assert found in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_faulty_adapter_is_refused_before_anything_is_shown(
+    command: str, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model", str(tiny_llama), "--lora", f"a={tmp_path}", "--num-kv-blocks", "64"]
+    assert main([command, "--device", "cpu", *flags]) == 1
+    printed = capsys.readouterr()
+    assert "adapter_config.json" in printed.err
+    assert "NONE" not in printed.out
+    assert "right" not in printed.out
 
 
 def test_short_names_of_kernels() -> None:

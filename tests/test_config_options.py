@@ -289,9 +289,23 @@ def test_greedy() -> None:
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:
-    refused(
-        SamplingParams, "min_tokens=9 must be an integer from 0 to 8", max_tokens=8, min_tokens=9
-    )
+    fault = "min_tokens=9 is more than max_tokens=8; raise max_tokens"
+    refused(SamplingParams, fault, max_tokens=8, min_tokens=9)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    stops = np.array([5, 6])
+    params = SamplingParams(max_tokens=np.int64(3), stop_token_ids=stops, seed=np.int8(1))
+    assert params == SamplingParams(max_tokens=3, stop_token_ids=[5, 6], seed=1)
+    assert type(params.max_tokens) is int
+    assert EngineConfig("m", max_loras=np.int32(2)).max_loras == 2
+    for wrong in (np.float64(3.0), np.True_, stops):
+        refused(SamplingParams, "max_tokens=.* must be an integer", max_tokens=wrong)
+    refused(SamplingParams, "stop_token_ids=.* must be an integer", stop_token_ids=[stops])
+
+
+def test_a_model_without_a_name() -> None:
+    refused(EngineConfig, "model='' must be a folder or a hub id", model="")
 
 
 @pytest.mark.parametrize(

@@ -408,6 +408,17 @@ def test_the_table_tells_the_truth(mode: str, given_sizes: list[int] | None) -> 
             assert chosen.descriptor.num_active_loras - adapters <= groups_padded
 
 
+def test_neighbouring_lines_with_one_graph_are_one() -> None:
+    eager = dispatch_table(make(graph_mode="none"), 64, 9, 2)
+    assert [(line.uniform, line.rows, line.adapters) for line in eager] == [
+        (True, (1, 9), (0, 2)), (False, (2, 64), (0, 2)),
+    ]  # fmt: skip
+    options = {"max_num_seqs": 9, "max_num_batched_tokens": 64, "max_loras": 2}
+    table = dispatch_table(make(capture_sizes=[1, 4, 9, 16], **options), 64, 9, 2)
+    graphs = [(line.uniform, line.adapters, line.key) for line in table]
+    assert len(set(graphs)) == len(graphs)
+
+
 def test_a_line_of_the_table() -> None:
     table = dispatch_table(make(), 2048, 64, 4)
     line = next(c for c in table if c.uniform and c.rows == (3, 4) and c.adapters == (2, 2))

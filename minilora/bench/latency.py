@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minilora.bench.setup import Setup, fixed_length, in_turn, prompts, refuse_short
+import numpy as np
+
+from minilora.bench.setup import Setup, fixed_length, in_turn, prompts, refuse_long, refuse_short
 from minilora.config.lora import LoRARequest
 from minilora.engine.llm import LLM
 
@@ -23,6 +25,7 @@ def batch(
     output_len: int = 128,
 ) -> Run:
     """Return a function that serves one batch; `loras` are dealt to its rows in turn."""
+    refuse_long(llm, input_len, output_len)
     given = prompts(llm, batch_size, input_len)
     chosen = in_turn(loras, batch_size)
     params = fixed_length(output_len)
@@ -48,12 +51,11 @@ def measure(runs: Mapping[str, Run], iterations: int, warm_up: int = 2) -> dict[
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
     """Return the average and the percentiles that vLLM's latency benchmark prints."""
-    ordered = sorted(seconds)
-    last = len(ordered) - 1
+    found = np.percentile(seconds, PERCENTILES).tolist()
     return {
-        "average": statistics.fmean(ordered),
-        "percentiles": {str(p): ordered[round(p / 100 * last)] for p in PERCENTILES},
-        "samples": len(ordered),
+        "average": statistics.fmean(seconds),
+        "percentiles": {str(p): value for p, value in zip(PERCENTILES, found, strict=True)},
+        "samples": len(seconds),
     }
 
 

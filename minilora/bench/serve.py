@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minilora.bench.setup import fixed_length, in_turn, prompts, refuse_short
+import numpy as np
+
+from minilora.bench.setup import fixed_length, in_turn, prompts, refuse_long, refuse_short
 from minilora.config.lora import LoRARequest
 from minilora.engine.llm import LLM
 from minilora.testing.workloads import workload
@@ -22,6 +24,7 @@ def throughput(
     llm: LLM, loras: Sequence[LoRARequest], num_prompts: int, input_len: int, output_len: int
 ) -> dict[str, float]:
     """Serve all prompts at once and return requests and generated tokens a second."""
+    refuse_long(llm, input_len, output_len)
     params, chosen = fixed_length(output_len), in_turn(loras, num_prompts)
     given = prompts(llm, num_prompts, input_len)
     llm.generate(given[:1], fixed_length(1), chosen[0] if loras else None, progress=False)
@@ -64,6 +67,7 @@ def serve(
         Median and 99th percentile of the time to the first token and of the time per token after
         it (seconds), and generated tokens a second.
     """
+    refuse_long(llm, input_len, output_len)
     requests = _requests(llm, loras, num_requests, input_len)
     flying: dict[str, _Flight] = {}
     times, params = _Times(), fixed_length(output_len)
@@ -103,7 +107,6 @@ def _land(flight: _Flight, now: float, output_len: int, times: _Times) -> None:
 def _figures(times: _Times, tokens_per_s: float) -> dict[str, Any]:
     found: dict[str, Any] = {"tokens_per_s": tokens_per_s}
     for name, values in (("ttft", times.first_token), ("tpot", times.per_token)):
-        ordered = sorted(values) or [0.0]
-        found[f"{name}_median_s"] = statistics.median(ordered)
-        found[f"{name}_p99_s"] = ordered[round(0.99 * (len(ordered) - 1))]
+        found[f"{name}_median_s"] = statistics.median(values or [0.0])
+        found[f"{name}_p99_s"] = float(np.percentile(values or [0.0], 99))
     return found

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from minilora.config.errors import ConfigError
 from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.llm import LLM
@@ -69,6 +70,19 @@ def prompts(llm: LLM, count: int, length: int, seed: int = 0) -> list[list[int]]
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, llm.model_config.vocab_size, (count, length), generator=generator)
     return ids.tolist()
+
+
+def refuse_long(llm: LLM, input_len: int, output_len: int) -> None:
+    """Refuse lengths that the engine cannot serve, before anything is measured.
+
+    Raises:
+        ConfigError: prompt and answer are more than the longest context.
+    """
+    if input_len + output_len > llm.max_model_len:
+        raise ConfigError(
+            f"--input-len {input_len} and --output-len {output_len} are more than "
+            f"max_model_len={llm.max_model_len} together; lower one of them"
+        )
 
 
 def fixed_length(tokens: int) -> SamplingParams:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 from minilora import __version__
 from minilora.cli import bench, demo, fetch, generate, inspect, verify
+from minilora.cli.output_file import write_anything
 from minilora.config.errors import MiniloraError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 right, 1 failed, 2 wrong usage."""
+    """Run one command and return its exit code: 0 right, 1 failed or refused, 2 wrong usage."""
     args = _parser().parse_args(argv)
+    write_anything()
     try:
         return int(args.run(args))
     except (MiniloraError, TimeoutError, OSError) as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minilora.cli import bench_engine
+from minilora.cli.output_file import check_output
 from minilora.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,8 +93,7 @@ def _check(args: argparse.Namespace) -> None:
     if not 1 <= min(args.adapters) <= max(args.adapters) <= args.max_loras:
         wrong = next(n for n in args.adapters if not 1 <= n <= args.max_loras)
         raise ConfigError(f"--adapters {wrong} must be from 1 to --max-loras {args.max_loras}")
-    if args.out and not args.out.absolute().parent.is_dir():
-        raise ConfigError(f"--out {args.out}: the folder does not exist")
+    check_output("--out", args.out)
 
 
 def _device(name: str) -> str:

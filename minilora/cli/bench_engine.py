@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minilora.cli.options import add_flags, given
+from minilora.cli.output_file import check_output
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import ConfigError
 
@@ -31,6 +32,7 @@ _UNIT = {
     "serve": "tokens a second; seconds to the first token (TTFT) and per token (TPOT)",
     "compare": "seconds of one batch, from prompt to last token; over_off: a ratio of medians",
 }
+_HEADS = {"latency": "ms", "compare": "ms", "throughput": "", "serve": "in flight; times in ms"}
 _MS = 1e3
 
 
@@ -52,9 +54,10 @@ def _add_flags(parser: argparse.ArgumentParser, kind: str) -> None:
         "--adapters",
         type=int,
         nargs="+" if several else None,
-        default=[1, 2, 4, 8] if several else 0,
+        default=None if several else 0,
         metavar="INT",
-        help="random adapters on all seven projections" + (", one case each" if several else ""),
+        help="random adapters on all seven projections"
+        + (", one case each (default: 1 2 4 8, as far as the batch has rows)" if several else ""),
     )
     parser.add_argument("--rank", type=int, default=16, metavar="INT", help="of the adapters")
     batch = {"batch-size": 8, "iterations": 10}
@@ -91,15 +94,26 @@ def _check(args: argparse.Namespace) -> None:
     for name in ("rank", "input_len", "output_len", "batch_size", "iterations", "num_prompts"):
         if name in numbers and numbers[name] < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {numbers[name]} must be 1 or more")
+    _check_adapters(args)
+    if args.bench == "serve" and min(args.concurrency) < 1:
+        raise ConfigError(f"--concurrency {min(args.concurrency)} must be 1 or more")
+    check_output("--out", args.out)
+    check_output("--svg", args.svg)
+
+
+def _check_adapters(args: argparse.Namespace) -> None:
+    """Refuse more adapters than there are rows to use them, and choose those of `compare`."""
+    rows = {name: getattr(args, name, None) for name in ("batch_size", "num_prompts")}
+    flag, most = next((name, count) for name, count in rows.items() if count is not None)
+    if args.bench == "compare" and args.adapters is None:
+        args.adapters = [n for n in (1, 2, 4, 8) if n <= most]
     least, counts = (1, args.adapters) if args.bench == "compare" else (0, [args.adapters])
     if min(counts) < least:
         raise ConfigError(f"--adapters {min(counts)} must be {least} or more")
-    if args.bench == "serve" and min(args.concurrency) < 1:
-        raise ConfigError(f"--concurrency {min(args.concurrency)} must be 1 or more")
-    for flag in ("out", "svg"):
-        file = getattr(args, flag)
-        if file and not file.absolute().parent.is_dir():
-            raise ConfigError(f"--{flag} {file}: the folder does not exist")
+    if max(counts) > most and args.bench != "serve":  # which draws them: some may go unused
+        raise ConfigError(
+            f"--adapters {max(counts)} are more than --{flag.replace('_', '-')} {most} has rows for"
+        )
 
 
 def _measured(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
@@ -135,7 +149,7 @@ def _show(args: argparse.Namespace, found: Mapping[str, Any]) -> None:
     rows = {name: _figures(one) for name, one in found.items()}
     made = provenance(getattr(args, "device", "auto"), _command(), _UNIT[args.bench])
     title = f"bench {args.bench}: {made['machine']}, {made['versions']}"
-    table = Table("times in ms", *next(iter(rows.values())), title=title)
+    table = Table(_HEADS[args.bench], *next(iter(rows.values())), title=title)
     for name, figures in rows.items():
         table.add_row(name, *(f"{value:.4g}" for value in figures.values()))
     Console().print(table)

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from minilora.testing.parity import available_paths
 
     console, oracle = Console(), Oracle(demo_model())
-    paths = [path for path in available_paths() if args.device != "cpu" or "CUDA" not in path]
+    paths = available_paths(args.device)
     wrong = 0
     for path in paths:
         llm, outputs = _answer(path, args.prompt, args.device)

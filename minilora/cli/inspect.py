@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minilora.cli.made import TINY_OPTIONS, make_tiny, parse_loras
+from minilora.cli.made import TINY_OPTIONS, best_graph, make_tiny, parse_loras
 from minilora.cli.options import add_flags, given
 from minilora.config.engine import EngineConfig
 
@@ -44,15 +44,10 @@ def run(args: argparse.Namespace) -> int:
         model = args.model
         if model is None:
             model, adapters = make_tiny(Path(name))
-            options = {**TINY_OPTIONS, "graph": _backend(), **options}
+            graph = best_graph(options.get("device", "auto"))
+            options = {**TINY_OPTIONS, "graph": graph, **options}
         _inspect(model, adapters, options)
     return 0
-
-
-def _backend() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "recorded"
 
 
 def _inspect(model: str, adapters: dict[str, str], options: dict[str, Any]) -> None:
@@ -61,6 +56,8 @@ def _inspect(model: str, adapters: dict[str, str], options: dict[str, Any]) -> N
     from minilora.engine.llm import LLM
 
     llm = LLM(model, **{"enable_lora": bool(adapters), **options})
+    for name, path in adapters.items():
+        llm.load_adapter(name, path)
     console = Console()
     for table in (_graphs(llm), _memory(llm), _dispatch(llm)):
         console.print(table)
@@ -134,21 +131,20 @@ def _serve(llm: LLM, adapters: dict[str, str]) -> Any:
 
     names = list(adapters)
     first, last = (names[0], names[min(1, len(names) - 1)]) if names else (None, None)
-    loras = [LoRARequest(n, adapters[n]) if n else None for n in (first, None, last)]
+    loras = [LoRARequest(n) if n else None for n in (first, None, last)]
     loras = loras[: llm.config.max_num_seqs]
     seen: list[Any] = []
     prepare = llm.runner.prepare
 
     def watched(batch: Any) -> Any:
         key, step = prepare(batch)
-        seen.append((key, _buffers(step)))
+        seen.append((key, batch.num_tokens, _buffers(step)))
         return key, step
 
     llm.runner.prepare = watched  # type: ignore[method-assign]
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     llm.generate([[3, 4, 5]] * len(loras), params, loras if adapters else None, progress=False)
-    key, buffers = seen[-1]
-    return _step_table(key, buffers, len(loras))
+    return _step_table(*seen[-1])
 
 
 def _buffers(step: Any) -> dict[str, list[Any]]:
@@ -168,7 +164,7 @@ def _buffers(step: Any) -> dict[str, list[Any]]:
     return {name: tensor.tolist() for name, tensor in by_row.items()}
 
 
-def _step_table(key: Any, buffers: dict[str, list[Any]], rows: int) -> Any:
+def _step_table(key: Any, rows: int, buffers: dict[str, list[Any]]) -> Any:
     from rich.table import Table
 
     chosen = key.descriptor

@@ -34,6 +34,13 @@ def make_tiny(folder: Path) -> tuple[str, dict[str, str]]:
     return str(model), adapters
 
 
+def best_graph(device: str) -> str:
+    """Return the graphs to show on a device: CUDA's where it has them, recorded ones elsewhere."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() and device != "cpu" else "recorded"
+
+
 def parse_loras(given: list[str], model: str | None) -> dict[str, str]:
     """Read ``NAME=DIR`` flags.
 

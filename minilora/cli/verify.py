@@ -8,10 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minilora.cli.made import TINY_OPTIONS, make_tiny, parse_loras
+from minilora.cli.made import TINY_OPTIONS, best_graph, make_tiny, parse_loras
 from minilora.cli.options import add_flags, given
+from minilora.cli.output_file import check_output
 from minilora.config.engine import EngineConfig
-from minilora.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from minilora.engine.llm import LLM
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WORKLOADS = ["none", "base_mixed", "zipf", "counts", "shuffle", "long"]
 _QUICK = ["none", "base_mixed", "counts"]
-_SMALL_SIZES = [1, 2, 4]  # of a real checkpoint, unless others are asked for
+_SMALL_SIZES = [1, 2, 8]  # of a real checkpoint, unless others are asked for
 # Every step is run five times, from copies of the whole KV pool.
 _OF_A_CHECKPOINT: dict[str, Any] = {
     "capture_sizes": _SMALL_SIZES,
@@ -69,10 +69,7 @@ def add_to(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, print a row as soon as it is done, and write the page."""
-    if args.html and not args.html.absolute().parent.is_dir():
-        raise ConfigError(f"--html {args.html}: the folder does not exist")
-    if args.html and args.html.is_dir():
-        raise ConfigError(f"--html {args.html} is a folder; give the name of a file")
+    check_output("--html", args.html)
     args.device = getattr(args, "device", "auto")
     adapters = parse_loras(args.lora, args.model)
     with tempfile.TemporaryDirectory(prefix="minilora-verify-") as name:
@@ -91,9 +88,9 @@ def _verify(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> i
     options = _options(args, adapters)
     if args.model and "capture_sizes" not in given(args, EngineConfig):
         console.print(f"graphs of {_SMALL_SIZES} rows; --capture-sizes takes others")
-    here = [p for p in available_paths() if args.device != "cpu" or "CUDA" not in p]
+    here = available_paths(args.device)
     report = run_parity(
-        _factory(model, options),
+        _factory(model, options, adapters),
         args.path or here,
         args.workload or (_QUICK if args.quick else _WORKLOADS),
         adapters=adapters,
@@ -104,12 +101,10 @@ def _verify(args: argparse.Namespace, model: str, adapters: dict[str, str]) -> i
         others = ", ".join(name for name in PATHS if name not in here)
         console.print(f"not checked, for want of a CUDA device: {others}", highlight=False)
     if args.html:
-        import torch
-
         from minilora.cli.report_html import page
 
-        graph = "cuda" if torch.cuda.is_available() and args.device != "cpu" else "recorded"
-        llm = _factory(model, options)(graph=graph, graph_mode="full_and_piecewise")
+        graph = best_graph(args.device)
+        llm = _factory(model, options, adapters)(graph=graph, graph_mode="full_and_piecewise")
         args.html.write_text(page(report, llm), encoding="utf-8")
         console.print(f"wrote {args.html}")
     return 0 if report.ok else 1
@@ -122,12 +117,16 @@ def _options(args: argparse.Namespace, adapters: dict[str, str]) -> dict[str, An
     return {"enable_lora": bool(adapters), **_OF_A_CHECKPOINT, **asked}
 
 
-def _factory(model: str, options: dict[str, Any]) -> Callable[..., LLM]:
+def _factory(model: str, options: dict[str, Any], adapters: dict[str, str]) -> Callable[..., LLM]:
     def make(**path: str) -> LLM:
         from minilora.engine.llm import LLM
 
         compiled = "none" if path["graph"] == "recorded" else "auto"
-        return LLM(model, **{**options, **path, "compile": compiled})
+        llm = LLM(model, **{**options, **path, "compile": compiled})
+        for name, folder in adapters.items():  # a faulty one is refused before anything runs
+            llm.load_adapter(name, folder)
+            llm.unload_adapter(name)
+        return llm
 
     return make
 

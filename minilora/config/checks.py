@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import fields
@@ -35,10 +36,18 @@ def strict_keywords(cls: type[T], shown_as: str = "") -> type[T]:
 
 
 def check_int(where: str, name: str, value: Any, low: int, high: int) -> int:
-    """Return `value` if it is an integer in ``low..high``; raise a `ConfigError` otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+    """Return `value`, NumPy's too, as an int if it is one in ``low..high``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not low <= number <= high:
         raise ConfigError(f"{where}{name}={shown(value)} must be an integer from {low} to {high}")
-    return value
+    return number
 
 
 def check_number(where: str, name: str, value: Any, low: float, high: float) -> float:

@@ -118,11 +118,12 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            check_int(_WHERE, name, getattr(self, name), low, high)
-        for name, (low, high) in _OPTIONAL_RANGES.items():
-            if getattr(self, name) is not None:
-                check_int(_WHERE, name, getattr(self, name), low, high)
+        if not self.model:
+            raise ConfigError(f"{_WHERE}model={self.model!r} must be a folder or a hub id")
+        for name, (low, high) in {**_RANGES, **_OPTIONAL_RANGES}.items():
+            if getattr(self, name) is not None or name in _RANGES:
+                number = check_int(_WHERE, name, getattr(self, name), low, high)
+                object.__setattr__(self, name, number)
         for name in _FLAGS:
             check_bool(_WHERE, name, getattr(self, name))
         check_choice(_WHERE, "dtype", self.dtype, DTYPES)

@@ -50,6 +50,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def is_full_memory(error: BaseException) -> bool:
+    """Whether an error says that memory is full: Python's, that of a CPU's tensors, or a GPU's."""
+    of_gpu = type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+    return isinstance(error, MemoryError) or of_gpu or "can't allocate memory" in str(error)
+
+
 def known_names(names: Iterable[str], most: int = 12) -> str:
     """Return a short, sorted list of names for an error message (``"none"`` where empty)."""
     ordered = sorted(names)

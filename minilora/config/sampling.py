@@ -10,7 +10,16 @@ from minilora.config.checks import check_bool, check_int, check_number, strict_k
 from minilora.config.errors import ConfigError, shown
 
 _WHERE = "SamplingParams: "
-_LARGEST_TOKEN = 2**31 - 1
+_LARGEST_TOKEN = _LONGEST = 2**31 - 1
+_INTS = {
+    "n": (1, 1024),
+    "top_k": (-1, _LARGEST_TOKEN),
+    "seed": (0, 2**63 - 1),
+    "max_tokens": (1, _LONGEST),
+    "min_tokens": (0, _LONGEST),
+    "logprobs": (0, 1024),
+}
+_MAY_BE_NONE = ("seed", "logprobs")
 
 
 @strict_keywords
@@ -66,20 +75,22 @@ class SamplingParams:
         self._check_stops()
 
     def _check_numbers(self) -> None:
-        check_int(_WHERE, "n", self.n, 1, 1024)
+        """Check numbers, and keep NumPy's as Python's."""
+        for name, (low, high) in _INTS.items():
+            if getattr(self, name) is not None or name not in _MAY_BE_NONE:
+                number = check_int(_WHERE, name, getattr(self, name), low, high)
+                object.__setattr__(self, name, number)
         check_number(_WHERE, "temperature", self.temperature, 0.0, 100.0)
-        check_int(_WHERE, "top_k", self.top_k, -1, _LARGEST_TOKEN)
         if check_number(_WHERE, "top_p", self.top_p, 0.0, 1.0) == 0.0:
             raise ConfigError(f"{_WHERE}top_p=0 leaves no token; use temperature=0 for greedy")
         check_number(_WHERE, "min_p", self.min_p, 0.0, 1.0)
         check_number(_WHERE, "repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.seed is not None:
-            check_int(_WHERE, "seed", self.seed, 0, 2**63 - 1)
-        check_int(_WHERE, "max_tokens", self.max_tokens, 1, 2**31 - 1)
-        check_int(_WHERE, "min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"{_WHERE}min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; "
+                "raise max_tokens"
+            )
         check_bool(_WHERE, "ignore_eos", self.ignore_eos)
-        if self.logprobs is not None:
-            check_int(_WHERE, "logprobs", self.logprobs, 0, 1024)
 
     def _check_stops(self) -> None:
         """Check and keep stop strings and tokens as tuples of our own, whatever was given."""
@@ -87,7 +98,7 @@ class SamplingParams:
         if not all(isinstance(text, str) and text for text in stops):
             raise ConfigError(f"{_WHERE}stop={shown(stops)} must hold texts that are not empty")
         tokens = tuple(
-            check_int(_WHERE, "stop_token_ids", _plain(token), 0, _LARGEST_TOKEN)
+            check_int(_WHERE, "stop_token_ids", token, 0, _LARGEST_TOKEN)
             for token in _listed("stop_token_ids", self.stop_token_ids)
         )
         object.__setattr__(self, "stop", stops)
@@ -133,8 +144,3 @@ def _listed(name: str, given: Any) -> tuple[Any, ...]:
     if isinstance(given, (bytes, str)) or not isinstance(given, Iterable):
         raise ConfigError(f"{_WHERE}{name}={shown(given)} must be a list")
     return tuple(given)
-
-
-def _plain(number: Any) -> Any:
-    """Return a NumPy integer as a Python one."""
-    return number.item() if hasattr(number, "item") else number

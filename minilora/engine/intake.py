@@ -143,7 +143,7 @@ class Intake:
             return make_rng(params.seed + index)
         return make_rng((self._seed, serial, index))
 
-    def _tokens(self, prompt: Prompt, where: str) -> tuple[str | None, list[int]]:
+    def _tokens(self, prompt: Any, where: str) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
             if not prompt:  # also where the tokenizer would add a first token
                 raise RequestError(f"{where} is empty; give at least one token")
@@ -152,7 +152,8 @@ class Intake:
                     f"{where} is text, but the checkpoint has no tokenizer.json; give token ids"
                 )
             return prompt, self._in_vocabulary(self._tokenizer.encode(prompt), where)
-        if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
+        listed = isinstance(prompt, Sequence) or (isinstance(prompt, np.ndarray) and prompt.ndim)
+        if isinstance(prompt, bytes) or not listed:
             raise RequestError(f"{where} is a {type(prompt).__name__}; give a text or token ids")
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
@@ -223,13 +224,24 @@ def as_prompts(prompts: Any) -> list[Prompt]:
     """Return a list of prompts from one text, one list of token ids, or a sequence of these."""
     if isinstance(prompts, (str, bytes)):
         return [prompts]
+    wrong = f"prompts={shown(prompts)} must be a text, token ids, or a list of these"
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise RequestError(
-            f"prompts={shown(prompts)} must be a text, token ids, or a list of these"
-        )
-    prompts = list(prompts)
+        raise RequestError(wrong)
+    try:
+        prompts = list(prompts)
+    except TypeError:  # an array without dimensions says that it can be iterated
+        raise RequestError(wrong) from None
     numbers = [isinstance(item, (int, np.integer)) for item in prompts]
     return [prompts] if prompts and all(numbers) else prompts
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """Return a list of conversations from one, a list of messages, or a sequence of these."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
+        raise RequestError(
+            f'messages={shown(messages)} must be a list like [{{"role": "user", "content": "Hi"}}]'
+        )
+    return [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
 
 
 def one_each(name: str, given: T | Sequence[T], count: int) -> list[T]:

@@ -7,7 +7,7 @@ import torch
 
 from minilora.batch import NO_LORA, PADDING_BLOCK, Batch, BatchRow
 from minilora.config.engine import EngineConfig
-from minilora.config.errors import ConfigError
+from minilora.config.errors import ConfigError, is_full_memory
 from minilora.config.model import ModelConfig
 from minilora.config.sampling import SamplingParams
 from minilora.engine.make_runner import make_runner
@@ -16,6 +16,11 @@ from minilora.lora.layers import LayerOptions
 from minilora.model.kv_cache import KVCache, bytes_per_block
 from minilora.model.llama import Llama
 from minilora.warmup import MIB, WarmUp
+
+_ON_CUDA = (
+    "lower max_loras, max_lora_rank or max_num_batched_tokens, or raise gpu_memory_utilization"
+)
+_ON_CPU = "free memory, or give num_kv_blocks"
 
 
 def longest_context(config: EngineConfig, model_config: ModelConfig) -> int:
@@ -48,12 +53,12 @@ def most_blocks(
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if device.type == "cuda":
-        left = torch.cuda.get_device_properties(device).total_memory
+        left, way_out = torch.cuda.get_device_properties(device).total_memory, _ON_CUDA
     else:
-        left = psutil.virtual_memory().available // 4
+        left, way_out = psutil.virtual_memory().available // 4, _ON_CPU
     blocks_a_request = -(-longest_context(config, model_config) // config.block_size)
     useful = config.max_num_seqs * blocks_a_request  # no step can use more
-    return min(_blocks_in(left, config, model_config, dtype), useful)
+    return min(_blocks_in(left, config, model_config, dtype, way_out), useful)
 
 
 def num_blocks_for(
@@ -63,7 +68,7 @@ def num_blocks_for(
     if config.num_kv_blocks is not None or options.device.type != "cuda":
         return most
     left = _cuda_bytes_left(config, model, longest, options)
-    return min(most, _blocks_in(left, config, model.config, options.dtype))
+    return min(most, _blocks_in(left, config, model.config, options.dtype, _ON_CUDA))
 
 
 def make_kv_cache(
@@ -77,7 +82,9 @@ def make_kv_cache(
     size = num_blocks, config.block_size, options.dtype
     try:
         return KVCache(model_config, *size, options.device)
-    except (MemoryError, torch.OutOfMemoryError, ValueError) as error:  # NumPy, CUDA, NumPy again
+    except (MemoryError, RuntimeError) as error:
+        if not is_full_memory(error):
+            raise
         block_bytes = bytes_per_block(model_config, config.block_size, options.dtype)
         raise ConfigError(
             f"LLM: there is no memory for num_kv_blocks={num_blocks}, which take "
@@ -86,7 +93,7 @@ def make_kv_cache(
 
 
 def _blocks_in(
-    left: int, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
+    left: int, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, way_out: str
 ) -> int:
     """Return how many KV blocks `left` bytes hold.
 
@@ -97,8 +104,7 @@ def _blocks_in(
     if left // block_bytes < 2:
         raise ConfigError(
             f"LLM: {max(left, 0)} bytes are left for the KV pool, and one block of "
-            f"{config.block_size} tokens takes {block_bytes}; lower max_loras, max_lora_rank or "
-            "max_num_batched_tokens, or raise gpu_memory_utilization"
+            f"{config.block_size} tokens takes {block_bytes}; {way_out}"
         )
     return left // block_bytes
 

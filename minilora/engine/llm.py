@@ -13,7 +13,7 @@ from minilora.config.lora import LoRARequest
 from minilora.config.sampling import SamplingParams
 from minilora.engine.blocks import BlockPool
 from minilora.engine.core import EngineCore
-from minilora.engine.intake import Intake, Prompt, as_prompts, one_each
+from minilora.engine.intake import Intake, Prompt, as_conversations, as_prompts, one_each
 from minilora.engine.outputs import RequestOutput, StreamEvent, request_output
 from minilora.engine.progress import progress_bar
 from minilora.engine.request import Request
@@ -108,7 +108,7 @@ class LLM:
             RequestError: a prompt or parameter cannot be served; nothing was started.
             AdapterError: an adapter is unknown or faulty; nothing was started.
         """
-        groups = self._submit(prompts, sampling_params, lora_request)
+        groups = self._submit(as_prompts(prompts), sampling_params, lora_request)
         try:
             with progress_bar(groups, progress) as advance:
                 while not all(answer.finished for group in groups for answer in group):
@@ -134,9 +134,7 @@ class LLM:
             lora_request: as for `generate`.
             progress: as for `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], dict)
-        conversations: Any = [messages] if single else messages
-        prompts = [self.chat_token_ids(talk) for talk in conversations]
+        prompts = [self.chat_token_ids(talk) for talk in as_conversations(messages)]
         return self.generate(prompts, sampling_params, lora_request, progress=progress)
 
     def chat_token_ids(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -162,7 +160,7 @@ class LLM:
 
         Prompts are checked at the call. Closing the iterator aborts what is not finished.
         """
-        events = self._follow(self._submit(prompts, sampling_params, lora_request))
+        events = self._follow(self._submit(as_prompts(prompts), sampling_params, lora_request))
         next(events)  # from here on, dropping the iterator aborts the requests
         return events  # type: ignore[return-value]
 
@@ -218,20 +216,22 @@ class LLM:
 
     def _submit(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         sampling_params: Params,
         lora_request: LoRA,
         polled: bool = False,
     ) -> list[list[Request]]:
         """Check everything, then read adapters, then queue: what is refused starts nothing."""
-        listed = as_prompts(prompts)
         params = [
             self._default_params if own is None else own
-            for own in one_each("sampling_params", sampling_params, len(listed))
+            for own in one_each("sampling_params", sampling_params, len(prompts))
         ]
-        adapters = one_each("lora_request", lora_request, len(listed))
-        each = enumerate(zip(listed, params, adapters, strict=True))
-        asked = [self._intake.check(*one, f"prompt {index}") for index, one in each]
+        adapters = one_each("lora_request", lora_request, len(prompts))
+        each = enumerate(zip(prompts, params, adapters, strict=True))
+        asked = [
+            self._intake.check(*one, "the prompt" if polled else f"prompt {index}")
+            for index, one in each
+        ]
         for one in asked:
             self._intake.load(one)
         return self.core.submit(self._intake, asked, polled)

@@ -70,9 +70,11 @@ def warn_of_eager_decode(config: EngineConfig, dispatcher: GraphDispatcher) -> N
             *(list(config.capture_sizes), config.max_num_seqs, config.max_num_seqs),
         )
     if config.capture_sizes is not None and not dispatcher.keys:
+        why = "no step can have so many rows"
+        if dispatcher.graph_mode == "none":
+            why = f"graph={config.graph!r} with graph_mode={config.graph_mode!r} is no graph here"
         logger.warning(
-            "capture_sizes=%s: no step can have so many rows, so none runs from a graph",
-            list(config.capture_sizes),
+            "capture_sizes=%s: %s, so none runs from a graph", list(config.capture_sizes), why
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from minilora.config.engine import EngineConfig
-from minilora.config.errors import CheckpointError, ConfigError
+from minilora.config.errors import CheckpointError, ConfigError, is_full_memory
 from minilora.config.model import ModelConfig, read_json_object
 from minilora.config.sampling import SamplingParams
 from minilora.engine.kv_pool import (
@@ -73,7 +73,7 @@ def build(config: EngineConfig) -> System:
     longest = min(longest_context(config, model_config), most * config.block_size)
     max_loras = config.max_loras if config.enable_lora else 0
     options = LayerOptions(dtype, device, max_loras, config.max_lora_rank if max_loras else 0)
-    model = Llama(model_config, longest, options, compiled=compiled(config, device))
+    model = _model(config, model_config, longest, options)
     if config.load_format == "dummy":
         fill_weights(model, config.seed)
     else:
@@ -87,6 +87,26 @@ def build(config: EngineConfig) -> System:
     report = _warm_up(config, runner, max_model_len)
     slots = _slots(config, model, options)
     return System(folder, model_config, max_model_len, kv_cache, runner, slots, report)
+
+
+def _model(
+    config: EngineConfig, model_config: ModelConfig, longest: int, options: LayerOptions
+) -> Llama:
+    """Return the model, its weights not yet read.
+
+    Raises:
+        ConfigError: there is no memory for weights and adapter slots.
+    """
+    try:
+        return Llama(model_config, longest, options, compiled=compiled(config, options.device))
+    except (MemoryError, RuntimeError) as error:
+        if not is_full_memory(error):
+            raise
+        raise ConfigError(
+            f"LLM: there is no memory for the weights and max_loras={options.max_loras} adapter "
+            f"slots of max_lora_rank={options.max_lora_rank}; lower these two, or take a smaller "
+            "dtype"
+        ) from error
 
 
 def find_checkpoint(model: str) -> Path:

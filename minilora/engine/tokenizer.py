@@ -216,7 +216,8 @@ def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     Fields that are None are dropped, as transformers does: templates would write "None".
     """
-    if not messages or not all(isinstance(message, Mapping) for message in messages):
+    listed = isinstance(messages, Sequence) and len(messages) > 0
+    if not listed or not all(isinstance(message, Mapping) for message in messages):
         raise RequestError(
             f'messages={messages!r} must be a list like [{{"role": "user", "content": "Hi"}}]'
         )

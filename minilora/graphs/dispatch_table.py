@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from minilora.batch import GraphMode
 from minilora.graphs.dispatcher import GraphDispatcher, GraphKey
@@ -57,27 +57,35 @@ def dispatch_table(
     choices: list[Choice] = []
     for uniform in (True, False):
         limit = most_requests if uniform else most_rows
-        for first, last in _ranges(dispatcher, limit, start=1 if uniform else 2):
-            most = min(max_loras, most_requests, last if uniform else last - 1)
-            for count in range(most + 1):
-                _add(choices, dispatcher, uniform, (first, last), count)
+        before: list[Choice] = []
+        for rows in _ranges(dispatcher, limit, start=1 if uniform else 2):
+            most = min(max_loras, most_requests, rows[1] if uniform else rows[1] - 1)
+            lines = _lines(dispatcher, uniform, rows, most)
+            if [_graph(line) for line in before] == [_graph(line) for line in lines]:
+                lines = [replace(line, rows=(before[0].rows[0], rows[1])) for line in lines]
+                del choices[-len(before) :]
+            choices += lines
+            before = lines
     return choices
 
 
-def _add(
-    choices: list[Choice],
-    dispatcher: GraphDispatcher,
-    uniform: bool,
-    rows: tuple[int, int],
-    count: int,
-) -> None:
-    """Add one line, or widen the last one if it has the same rows and graph."""
-    key = dispatcher.dispatch(rows[1], count, uniform)
-    last = choices[-1] if choices else None
-    if last and (last.uniform, last.rows, last.key) == (uniform, rows, key):
-        choices[-1] = Choice(uniform, rows, (last.adapters[0], count), key)
-    else:
-        choices.append(Choice(uniform, rows, (count, count), key))
+def _lines(
+    dispatcher: GraphDispatcher, uniform: bool, rows: tuple[int, int], most: int
+) -> list[Choice]:
+    """Return the lines of some rows: neighbouring numbers of adapters with one graph as one."""
+    lines: list[Choice] = []
+    for count in range(most + 1):
+        line = Choice(uniform, rows, (count, count), dispatcher.dispatch(rows[1], count, uniform))
+        if lines and _graph(lines[-1])[1] == _graph(line)[1]:
+            lines[-1] = replace(lines[-1], adapters=(lines[-1].adapters[0], count))
+        else:
+            lines.append(line)
+    return lines
+
+
+def _graph(line: Choice) -> tuple[tuple[int, int], GraphKey | None]:
+    """Return the adapters and the graph of a line, None where steps run without one."""
+    return line.adapters, None if line.key.mode is GraphMode.NONE else line.key
 
 
 def _ranges(dispatcher: GraphDispatcher, limit: int, start: int) -> Iterator[tuple[int, int]]:

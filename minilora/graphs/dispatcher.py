@@ -76,6 +76,7 @@ class GraphDispatcher:
         specialize_active_lora: bool = True,
     ) -> None:
         check_choice(_WHERE, "graph_mode", graph_mode, GRAPH_MODES)
+        self.graph_mode = graph_mode
         self._full = graph_mode in ("full", "full_and_piecewise")
         self._piecewise = graph_mode in ("piecewise", "full_and_piecewise")
         self._max_num_seqs, self._max_loras = max_num_seqs, max_loras

@@ -1,4 +1,4 @@
-"""`KVCache`: the pool of KV blocks, and how many fit."""
+"""`KVCache`: the pool of KV blocks, and the bytes of one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # NumPy asks the system for zeroed pages; torch writes its zeros, and so takes all of them.
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    try:
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    except ValueError as error:  # more than any address
+        raise MemoryError(str(error)) from error
     return torch.from_numpy(pages).view(dtype).view(shape)
 
 

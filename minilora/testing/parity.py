@@ -34,9 +34,10 @@ PATHS: Mapping[str, Mapping[str, str]] = {
 Factory = Callable[..., LLM]
 
 
-def available_paths() -> list[str]:
-    """Return the names of `PATHS` that this machine can run."""
-    return [name for name in PATHS if torch.cuda.is_available() or "CUDA" not in name]
+def available_paths(device: str = "auto") -> list[str]:
+    """Return the names of `PATHS` that this machine can run, with the engine's option `device`."""
+    cuda = device != "cpu" and torch.cuda.is_available()
+    return [name for name in PATHS if cuda or "CUDA" not in name]
 
 
 @dataclass
@@ -156,7 +157,7 @@ def _engines(
 def _refuse_unknown(what: str, names: Iterable[str], known: Mapping[str, Any]) -> None:
     for name in names:
         if name not in known:
-            raise ConfigError(f"there is no {what} {name!r}; {known_names(known)}")
+            raise ConfigError(f"there is no {what} {name!r}; known here: {known_names(known)}")
 
 
 def _run(
