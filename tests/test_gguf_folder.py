@@ -39,7 +39,7 @@ def test_minilora_reads_the_config(tmp_path: Path) -> None:
     model, folder = convert(tmp_path)
     config = ModelConfig.from_folder(folder)
     assert (config.rms_norm_eps, config.rope.theta) == (1e-5, 50000.0)  # decimals, not float32's
-    assert (config.eos_token_ids, config.bos_token_id) == ((2,), 1)
+    assert config.eos_token_ids == (2,)
     assert config.tie_word_embeddings
     assert config.head_dim == model.config.head_dim
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2

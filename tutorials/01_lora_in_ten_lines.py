@@ -13,7 +13,8 @@
 #   memory, and weights that do not come back;
 # - the sum that serves all of them in one batch, on which the rest of the project is built.
 #
-# **You need** Python and some PyTorch (tensors, gradients). Ten minutes to read, five seconds to
+# **You need** Python and some PyTorch (tensors, gradients). To run this and the other tutorials:
+# `pip install -e '.[docs]'`, in the root of the repository. Ten minutes to read, five seconds to
 # run, on a CPU.
 
 # %%

@@ -247,6 +247,10 @@ grouped = run_grid(
     num_active_loras, active_lora_ids, token_indices_sorted_by_lora_ids, lora_token_start_loc
 )
 print("equal:", torch.allclose(grouped, right, equal_nan=True))
+too_large = run_grid(
+    max_loras, active_lora_ids, token_indices_sorted_by_lora_ids, lora_token_start_loc
+)
+print("equal with a grid of 4:", torch.allclose(too_large, right, equal_nan=True))
 
 # %% [markdown]
 # Each row was computed once, each A and B was read once a group, no weight was copied, and no shape
@@ -304,7 +308,7 @@ for line in measured["prefill 2048 rows, 4 adapters"]:
 
 # %%
 assert not torch.allclose(wrapped[1], right[1]), "an index of -1 gave row 1 an adapter"
-for result in (gathered, masked, grouped, out):
+for result in (gathered, masked, grouped, too_large, out):
     torch.testing.assert_close(result, right, equal_nan=True)
 assert torch.equal(dropped[0], base[0]), "with -1 as a group, row 0 loses its adapter"
 assert torch.equal(out[1], base[1]), "a row without an adapter is untouched, bit for bit"

@@ -273,8 +273,8 @@ assert torch.equal(graph.replay(), step()), "fixed addresses follow the input"
 assert torch.equal(captured.replay(), step()), "and so does minilora's recorder"
 assert not moved, "a graph keeps the address of the capture"
 assert frozen_number == 2.0, "a number of Python stays what it was"
+assert frozen_rows == 2, "and so does a number of rows"
 assert not third_adapter_served, "a loop of Python is unrolled once"
-assert frozen_rows == 2, "so does a number of rows"
 assert refused == ["item", "nonzero", "stranger", "in a list"]
 assert unwritten[2:].isnan().all(), "memory that was not written shows"
 

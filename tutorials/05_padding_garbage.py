@@ -11,12 +11,14 @@
 #
 # - why "write the first n rows" of a buffer is not enough;
 # - how an in-place update of a graph's input grows without bound, in padding rows only;
-# - the rule that makes both impossible, and how a harness finds both without knowing them.
+# - the rule that makes both impossible, and how to find both without knowing them.
 #
 # **You need** [tutorial 4](04_a_graph_recorder.md): a graph reads fixed memory. Ten minutes to
 # read, five seconds to run, on a CPU.
 
 # %%
+from collections.abc import Callable
+
 import matplotlib.pyplot as plt
 import torch
 
@@ -188,10 +190,32 @@ print("ids after ten replays:", after_ten)
 # %% [markdown]
 # ## Finding it without knowing it
 #
-# Both faults need two steps to show, so a unit test that calls the function once is green.
-# minilora's [`check_replay`](../reference/testing.md) replays a function over several steps,
-# compares its inputs after each run, and fills padding with NaN. It was not told what to look
-# for.
+# A unit test that writes and calls once is green for both faults. The first is found by garbage:
+# fill the buffers with one thing or another before the step is written. If that changes memory that
+# somebody owns, not all was written. (`poisoned` of `minilora.testing` does it to a whole engine.)
+
+
+# %%
+def survives_garbage(write: Callable[[list[int], list[int]], None]) -> bool:
+    owned = []
+    for garbage in (0, 5):
+        input_ids.fill_(garbage)
+        slot_mapping.fill_(garbage)
+        kv.zero_()
+        write([11, 12, 13], [1, 2, 3])
+        graph.replay()
+        owned.append(kv[1:].clone())
+    return torch.equal(*owned)
+
+
+garbage_shows = not survives_garbage(write_real)
+print("write_real leaves something:", garbage_shows)
+print("write_all leaves something: ", not survives_garbage(write_all))
+
+# %% [markdown]
+# The second is found by looking at the inputs. minilora's
+# [`check_replay`](../reference/testing.md) replays a function over several steps and compares its
+# inputs after each run, among other things. It was not told what to look for.
 
 # %%
 from minilora.testing import FaultFound, check_replay
@@ -242,8 +266,8 @@ print("token_lora_mapping ", written.meta.token_lora_mapping.tolist())
 # %% [markdown]
 # The last row of every buffer is written: id 0, place 0, length 0, no adapter. And the embedding
 # only reads: `lora_embedding_shrink` in `minilora/ops/embedding.py` looks ids up and leaves them
-# alone. In a whole engine, `poisoned` of `minilora.testing` fills everything that must not matter
-# with garbage between steps; `minilora verify` runs that on each path of your machine.
+# alone. `minilora verify` fills everything that must not matter with garbage between steps, on each
+# path of your machine.
 #
 # ## Check
 
@@ -255,6 +279,8 @@ assert row_3 == sorted(set(row_3)), "the id of the padding row grows with every 
 assert max(row_3) >= len(long_table), "and leaves the table"
 assert "out of range" in stopped
 assert after_ten == earlier, "the pure embedding does not change its input"
+assert garbage_shows, "garbage finds the rows that are not written"
+assert survives_garbage(write_all), "and none where all are"
 assert "in place" in found, "the harness names the fault"
 assert checked > 0
 assert written.input_ids[3] == 0

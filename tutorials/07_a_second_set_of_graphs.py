@@ -87,7 +87,7 @@ print(len(launched), "launches in a base-only step, LoRA's own ops:", len(lora_l
 # %% [markdown]
 # The answers are right: rows without an adapter are in no group, so the LoRA kernels find nothing
 # to do. They are launched all the same, a shrink and an expand for each projection of each layer
-# (and an expand for the embedding).
+# and for `lm_head`, and an expand for the embedding.
 # With 32 layers of four projections (q, k, v are one, gate and up are one) that is 256 launches
 # for nothing in each step.
 #
@@ -244,10 +244,11 @@ for name, one in measured["idle"].items():
     print(f"adapters loaded and not used, {name}: {one['ratio']:.4f} times LoRA off")
 
 # %% [markdown]
-# The second set costs what the first does: 1.7 times the memory of one set, for sizes to 64. The
-# steps themselves should be equal, since their launches are. Two are within 0.3 percent and one is
-# not: 0.7 percent at one row. The two engines hold weights at different addresses, which may be
-# why; until both run over one set of weights, it is not explained.
+# The second set costs what the first does; the pool that all graphs share is not larger for it. So
+# two sets take 1.7 times the memory of one, for sizes to 64, and not twice as much. The steps
+# themselves should be equal, since their launches are. Two are within 0.3 percent and one is not:
+# 0.7 percent at one row. The two engines hold weights at different addresses, which may be why;
+# until both run over one set of weights, it is not explained.
 #
 # ## Check
 

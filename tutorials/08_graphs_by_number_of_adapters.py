@@ -193,20 +193,16 @@ batches = {
     "[A, B]": [2, 0],
     "[A, B, none, C]": [2, 0, -1, 3],
     "[A, A, A, A]": [2, 2, 2, 2],
-    "[none, none]": [-1, -1],
 }
 verdicts = {}
 for name, slots in batches.items():
-    if set(slots) == {-1}:
-        verdicts[name] = True  # takes the graph without LoRA
-    else:
-        verdicts[name] = "WRONG" not in serve(slots, groups_with_none(slots))
+    verdicts[name] = "WRONG" not in serve(slots, groups_with_none(slots))
     print(f"{name:22} {'right' if verdicts[name] else 'an adapter is dropped'}")
 
 # %% [markdown]
-# Batches without base rows are right. So is [A, B, none, C]: its three adapters round up to a
-# grid of four, which happens to have room for the extra group. Wrong are batches with base rows
-# whose count is itself a captured one.
+# Batches without base rows are right (and those of base rows alone, which run without LoRA). So is
+# [A, B, none, C]: its three adapters round up to a grid of four, which happens to have room for
+# the extra group. Wrong are batches with base rows whose count is itself a captured one.
 #
 # This was seen end to end in vLLM 0.24.0 (V1 model runner, `specialize_active_lora`); [the page
 # on dispatch](../dispatch.md#why-1-is-never-a-group) has the batches. All of its own parts were

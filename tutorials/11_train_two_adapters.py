@@ -367,7 +367,7 @@ assert all(agree), "every token is the oracle's"
 # %% [markdown]
 # ## What you have seen
 #
-# A grammar, a few dozen steps of training and a file of one or two megabytes make a new voice; a
+# A grammar, a few dozen steps of training and a file of a few megabytes at most make a new voice; a
 # request names it, and one batch serves them all. Next: [measuring
 # honestly](12_measuring_honestly.md).
 #

@@ -28,7 +28,7 @@ _USED = frozenset(
     "architectures vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
     " num_key_value_heads head_dim rms_norm_eps max_position_embeddings tie_word_embeddings"
     " attention_bias mlp_bias hidden_act rope_theta rope_scaling rope_parameters sliding_window"
-    " eos_token_id bos_token_id dtype torch_dtype model_type".split()
+    " eos_token_id dtype torch_dtype model_type".split()
 )
 _HARMLESS = frozenset(
     # bookkeeping
@@ -43,7 +43,7 @@ _HARMLESS = frozenset(
     " diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty"
     " no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences"
     " exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"
-    " forced_bos_token_id forced_eos_token_id remove_invalid_values tf_legacy_loss"
+    " bos_token_id forced_bos_token_id forced_eos_token_id remove_invalid_values tf_legacy_loss"
     " transformers.js_config unsloth_fixed unsloth_version chunk_size_feed_forward".split()
 )
 
@@ -72,7 +72,6 @@ class ModelConfig:
     mlp_bias: bool = False
     rope: RopeConfig = field(default_factory=RopeConfig)
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     dtype: str = "float32"
 
     @classmethod
@@ -111,7 +110,6 @@ class ModelConfig:
             mlp_bias=_flag(config, "mlp_bias"),
             rope=RopeConfig.from_config(config),
             eos_token_ids=_end_tokens(_WHERE, config.get("eos_token_id"), sizes["vocab_size"]),
-            bos_token_id=config.get("bos_token_id"),
             dtype=_dtype(config),
         )
 

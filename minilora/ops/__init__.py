@@ -1,4 +1,4 @@
-"""What runs on the device: raw tensors and explicit ints in, nothing else is read."""
+"""What runs on the device: tensors (`KernelMeta` holds some) and ints in, nothing else is read."""
 
 from minilora.ops.expand import lora_expand
 from minilora.ops.kernel_meta import NO_LORA, KernelMeta

@@ -79,7 +79,7 @@ class _Fuzz:
         name = rng.choice([None, *self._loaded])
         lora = None if name is None else LoRARequest(name)
         params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
-        # The part of the prompt that an adapter stamps must be more than half: see F-SIG.
+        # The part of the prompt that an adapter stamps must be more than half, see `signature`.
         request = self._llm.add_request([2] * (length - 1) + [last], params, lora)
         base = [(last + 1 + i) % VOCAB for i in range(room)]
         self._expected[request] = base if name is None else [self._loaded[name]] * room

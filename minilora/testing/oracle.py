@@ -1,7 +1,9 @@
 """The oracle: what a Llama with a LoRA adapter computes, written to be read and not to be fast.
 
-It shares no code with the system it judges: no cache, no batching, no custom op, no graph. The
-adapter is merged into the weights, ``W + s·B·A``, and every token runs the whole sequence again.
+It shares nothing with the system it judges but the reading of config.json and of adapter folders
+(their scaling too, which tests compare with PEFT): no cache, no batching, no custom op, no graph.
+The adapter is merged into the weights, ``W + s·B·A``, and every token runs the whole sequence
+again.
 
 Legend: T tokens, H hidden, Hq query heads, Hkv key/value heads, D head width, I MLP width.
 """
