@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from minilora.bench.lora_case import METHODS, Case
 from minilora.cli import main
-from minilora.cli.bench_cases import METHODS, SHAPES, Case
 from minilora.testing.workloads import WORKLOADS, workload
 
 ROOT = Path(__file__).parent.parent
@@ -66,14 +66,6 @@ def test_every_way_computes_the_same(name: str) -> None:
     torch.testing.assert_close(results[1], results[0])
     torch.testing.assert_close(results[2], results[0])
     assert torch.equal(results[0], before) == (name == "none")
-
-
-def test_the_shape_is_that_of_the_gpu_benchmark() -> None:
-    triton = pytest.importorskip("triton")
-    assert triton
-    from minilora.ops.triton.bench import LLAMA_3_1_8B
-
-    assert SHAPES["llama-3.1-8b"] == LLAMA_3_1_8B
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def _tuned(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(
             "--tune searches the launches of Triton kernels; it needs Triton and a CUDA device"
         )
-    from minilora.ops.triton.bench import tune
+    from minilora.bench.tune import tune
 
     return tune()
 
@@ -162,7 +162,7 @@ def _command(args: argparse.Namespace, device: str, dtype: str) -> str:
 
 def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """One row a workload: the microseconds of one layer, by method."""
-    from minilora.cli.bench_cases import layer
+    from minilora.bench.lora_case import layer
     from minilora.testing.workloads import workload
 
     for name in args.workload:
@@ -181,7 +181,11 @@ def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
                     device=device,
                     repeats=args.repeats,
                 )
-                yield {"workload": name, "rows": rows, "adapters": real, **times}
+                layers = {
+                    method: None if us is None else round(sum(us.values()), 1)
+                    for method, us in times.items()
+                }
+                yield {"workload": name, "rows": rows, "adapters": real, **layers}
 
 
 def _table(rows: list[dict[str, Any]]) -> Any:

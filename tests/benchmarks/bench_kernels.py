@@ -12,10 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from minilora.bench.lora_case import SHAPES, Case
+from minilora.bench.lora_case import layer as measure_layer
 from minilora.bench.provenance import provenance
-from minilora.ops.triton.bench import Workload, layer, tune
+from minilora.bench.tune import tune
 
 UNIT = (
     "microseconds; Llama-3.1-8B, bfloat16, rank 16, as many slots as adapters and at least 4; 16 "
@@ -26,16 +30,28 @@ UNIT = (
 TARGETS = {(1, 1): 18, (8, 1): 19, (8, 4): 20, (32, 4): 24}
 
 
+BF16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+
+
+def layer(rows: int, adapters: int, method: str = "ours", **case: int) -> dict[str, float]:
+    """Return microseconds of the four groups of a layer, and of all; rows are dealt in turn."""
+    slots = [row % adapters for row in range(rows)]
+    found = measure_layer(slots, shape="llama-3.1-8b", methods=[method], **BF16, **case)[method]
+    assert found is not None
+    times = {group: round(us, 2) for group, us in found.items()}
+    return {**times, "layer": round(sum(times.values()), 2)}
+
+
 def decode() -> list[dict[str, Any]]:
     found = []
     for (rows, adapters), target in TARGETS.items():
-        ours = layer(rows=rows, adapters=adapters)
+        ours = layer(rows, adapters)
         found.append({"rows": rows, "adapters": adapters, **ours, "at_most": target})
-        found[-1]["atomic"] = layer("atomic", rows=rows, adapters=adapters)["layer"]
+        found[-1]["atomic"] = layer(rows, adapters, "atomic")["layer"]
         print(found[-1], flush=True)
     for rows, adapters in ((32, 1), (64, 4), (64, 16), (256, 4)):
         slots = max(4, adapters)
-        times = layer(rows=rows, adapters=adapters, slots=slots)
+        times = layer(rows, adapters, max_loras=slots)
         found.append({"rows": rows, "adapters": adapters, **times})
         print(found[-1], flush=True)
     return found
@@ -44,7 +60,7 @@ def decode() -> list[dict[str, Any]]:
 def ratios() -> dict[str, Any]:
     """What idle slots and an unused part of the rank cost; each pair measured in turn."""
     pairs = {
-        "1 active of 32 slots, over 1 of 1": ({"slots": 32}, {"slots": 1}),
+        "1 active of 32 slots, over 1 of 1": ({"max_loras": 32}, {"max_loras": 1}),
         "rank 8 under 64, over 8 under 8": ({"rank": 8, "max_rank": 64}, {"rank": 8}),
         "rank 8 under 256, over 8 under 8": ({"rank": 8, "max_rank": 256}, {"rank": 8}),
         "rank 64, over 16": ({"rank": 64}, {"rank": 16}),
@@ -52,7 +68,7 @@ def ratios() -> dict[str, Any]:
     found = {}
     for name, (one, other) in pairs.items():
         for rows in (1, 8):
-            times = [layer(rows=rows, adapters=1, **k)["layer"] for k in (one, other, one, other)]
+            times = [layer(rows, 1, **k)["layer"] for k in (one, other, one, other)]
             ratio = (times[0] + times[2]) / (times[1] + times[3])
             found[f"{name}, {rows} rows"] = {"us": times, "ratio": round(ratio, 3)}
     return found
@@ -61,13 +77,14 @@ def ratios() -> dict[str, Any]:
 def prefill() -> list[dict[str, Any]]:
     found = []
     for group in ("qkv", "o", "gate_up", "down"):
-        work = Workload(group, 2048, 4)
-        few = Workload(group, 2048, 4, sets=2)
+        width, outs = SHAPES["llama-3.1-8b"][group]
+        slots = [row % 4 for row in range(2048)]
+        work, few = (Case(width, outs, slots, **BF16, sets=sets) for sets in (16, 2))
         row = {
             "group": group,
             "ours": work.microseconds(work.ours, 20),
             "shrink": work.microseconds(work.shrink, 20),
-            "gather_einsum": few.microseconds(few.gather_einsum, 5),
+            "gather_einsum": few.microseconds(few.gather_bmm, 5),
             "adapter_loop": few.microseconds(few.adapter_loop, 20),
         }
         row = {k: v if isinstance(v, str) else round(v, 1) for k, v in row.items()}

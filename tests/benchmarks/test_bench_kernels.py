@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("pytest_benchmark")
 
-from minilora.cli.bench_cases import METHODS, SHAPES, Case
+from minilora.bench.lora_case import METHODS, SHAPES, Case
 from minilora.ops.triton import HAS_TRITON
 from minilora.testing.workloads import workload
 
