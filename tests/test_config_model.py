@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from minilora.config import CheckpointError, ConfigError, ModelConfig, RopeConfig
-from minilora.config.model import MAX_CONFIG_BYTES, read_json_object
+from minilora.config.json_file import MAX_CONFIG_BYTES, read_json_object
 from minilora.model.layers import rope_frequencies
 from tests.checkpoints import config_dict
 

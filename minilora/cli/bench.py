@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,17 +131,16 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     from minilora.bench.provenance import provenance
 
     device = _device(args.device)
-    args.shape = args.shape or ("llama-3.1-8b" if device == "cuda" else "smollm2")
-    dtype = args.dtype or ("bfloat16" if device == "cuda" else "float32")
+    shape, dtype = _defaults(args, device)
     console = Console()
     unit = "microseconds of the LoRA of one layer, all four groups of projections"
-    made = provenance(device, _command(args, device, dtype), unit)
-    options = {"shape": args.shape, "dtype": dtype, "rank": args.rank, "max_loras": args.max_loras}
+    options = {"shape": shape, "dtype": dtype, "rank": args.rank, "max_loras": args.max_loras}
+    made = provenance(device, _command(args, {**options, "device": device}), unit)
     console.print(
-        f"{made['machine']}, {made['versions']}, {args.shape}, {dtype}, rank {args.rank}, "
+        f"{made['machine']}, {made['versions']}, {shape}, {dtype}, rank {args.rank}, "
         f"{args.max_loras} slots"
     )
-    rows = list(_rows(args, device, getattr(torch, dtype)))
+    rows = list(_rows(args, shape, device, getattr(torch, dtype)))
     if not rows:
         raise ConfigError(
             f"--rows {args.rows} and --adapters {args.adapters} leave nothing to measure; "
@@ -151,16 +150,23 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     return {**made, **options, "repeats": args.repeats, "rows": rows}
 
 
-def _command(args: argparse.Namespace, device: str, dtype: str) -> str:
+def _defaults(args: argparse.Namespace, device: str) -> tuple[str, str]:
+    """Return shape and dtype."""
+    usual = ("llama-3.1-8b", "bfloat16") if device == "cuda" else ("smollm2", "float32")
+    return args.shape or usual[0], args.dtype or usual[1]
+
+
+def _command(args: argparse.Namespace, options: Mapping[str, object]) -> str:
     """Return the command that makes these figures again, with every default written out."""
     many = {name: " ".join(map(str, getattr(args, name))) for name in _MANY}
-    one = {name: str(getattr(args, name)) for name in ("shape", "rank", "max_loras", "repeats")}
-    flags = {**many, **one, "dtype": dtype, "device": device}
+    flags = {**many, **options, "repeats": args.repeats}
     text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
     return f"minilora bench kernels {text}"
 
 
-def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def _rows(
+    args: argparse.Namespace, shape: str, device: str, dtype: torch.dtype
+) -> Iterator[dict[str, Any]]:
     """One row a workload: the microseconds of one layer, by method."""
     from minilora.bench.lora_case import layer
     from minilora.testing.workloads import workload
@@ -174,7 +180,7 @@ def _rows(args: argparse.Namespace, device: str, dtype: torch.dtype) -> Iterator
                     continue  # fewer rows than adapters: another line of the table has it
                 times = layer(
                     slots,
-                    shape=args.shape,
+                    shape=shape,
                     rank=args.rank,
                     max_loras=args.max_loras,
                     dtype=dtype,

@@ -24,8 +24,11 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, leave_out:
             continue
         flag = "--" + field.name.replace("_", "-")
         help_text = described.get(field.name, "")
-        if field.default is not None and not isinstance(field.default, bool):
-            help_text += f" (default: {field.default})"
+        if field.default is not None:
+            default: Any = field.default
+            if isinstance(default, bool):
+                default = "on" if default else "off"
+            help_text += f" (default: {default})"
         kind = str(field.type).split(" | ")[0]
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": help_text}
         if kind == "bool":
@@ -33,7 +36,8 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, leave_out:
         elif kind in _TYPES:
             options |= {"type": _TYPES[kind], "metavar": kind.upper()}
             if "Sequence[str]" in str(field.type):
-                options |= {"action": "append", "metavar": "TEXT"}
+                help_text = f"{help_text} (repeatable)"
+                options |= {"action": "append", "metavar": "TEXT", "help": help_text}
         else:  # a sequence of numbers
             options |= {"type": int, "nargs": "+", "metavar": "INT"}
         group.add_argument(flag, **options)
@@ -46,10 +50,18 @@ def given(args: argparse.Namespace, cls: type, leave_out: Iterable[str] = ()) ->
 
 
 def _attribute_docs(cls: type) -> dict[str, str]:
-    """Read the "Attributes" section of a docstring: field name -> its text, in one line."""
+    """Read the "Attributes" section of a docstring: field name -> its text, in one line.
+
+    None, which cannot be typed, is a flag that is not given.
+    """
     _, _, section = (cls.__doc__ or "").partition("Attributes:\n")
     section = section.split("\n\n")[0]
     entries = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w+: |\Z)", section, re.MULTILINE | re.DOTALL)
     return {
-        name: " ".join(text.replace("%", "%%").replace("`", "").split()) for name, text in entries
+        name: _without_none(" ".join(text.split())).replace("%", "%%").replace("`", "")
+        for name, text in entries
     }
+
+
+def _without_none(text: str) -> str:
+    return re.sub(r"\bNone\b", "not given", re.sub(r"(^|\. )None\b", r"\1Not given", text))

@@ -71,9 +71,9 @@ class EngineConfig:
             their steps take larger ones or run without. None means no bound.
         load_format: "auto" reads the checkpoint's safetensors; "dummy" makes random weights and
             needs no more than config.json, for benchmarks (vLLM's option).
-        dtype: of weights, activations and KV cache. "auto" is the checkpoint's own on CUDA
-            and float32 on a CPU, where half precision is slow.
-        device: "auto" is CUDA where there is one.
+        dtype: of weights, activations and KV cache: "float32", "float16", "bfloat16", or "auto",
+            the checkpoint's own on CUDA and float32 on a CPU.
+        device: "cpu", "cuda", or "auto": CUDA where there is one.
         max_num_seqs: the most requests in one step.
         max_num_batched_tokens: the most tokens in one step; longer prompts run in chunks.
         max_model_len: the most tokens of prompt and answer together; None takes the

@@ -6,7 +6,6 @@ listed as harmless are passed over.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from minilora.config.checks import check_bool, check_choice, check_int, check_number
 from minilora.config.errors import CheckpointError, ConfigError, shown
+from minilora.config.json_file import read_json_object
 from minilora.config.rope import RopeConfig
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM")
@@ -21,7 +21,6 @@ LAYER_MODULES = {
     "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
     "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
 }  # fmt: skip
-MAX_CONFIG_BYTES = 1 << 20
 
 _WHERE = "config.json: "
 _USED = frozenset(
@@ -133,25 +132,6 @@ class ModelConfig:
                 modules[f"model.layers.{layer}.{part}.{name}"] = shapes[name]
         modules["lm_head"] = (hidden, self.vocab_size)
         return modules
-
-
-def read_json_object(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """Read a JSON object of bounded size; a `CheckpointError` names the file and the fault."""
-    try:
-        with path.open("rb") as file:
-            text = file.read(most_bytes + 1)  # a size can be wrong, and a pipe has none
-        if len(text) > most_bytes:
-            raise CheckpointError(f"{path} has more than {most_bytes} bytes, the most that is read")
-        content = json.loads(text.decode("utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path} is no valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 def _refuse_what_changes_the_maths(config: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ import torch
 
 from minilora.config.engine import EngineConfig
 from minilora.config.errors import CheckpointError, ConfigError, is_full_memory
-from minilora.config.model import ModelConfig, read_json_object
+from minilora.config.json_file import read_json_object
+from minilora.config.model import ModelConfig
 from minilora.config.sampling import SamplingParams
 from minilora.engine.kv_pool import (
     fitted_context,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from minilora.config.errors import CheckpointError, RequestError, shown
-from minilora.config.model import read_json_object
+from minilora.config.json_file import read_json_object
 
 if TYPE_CHECKING:
     import jinja2

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from minilora.config.errors import AdapterError, MiniloraError, known_names
-from minilora.config.model import ModelConfig, read_json_object
+from minilora.config.json_file import read_json_object
+from minilora.config.model import ModelConfig
 from minilora.lora.adapter_files import WeightsFile, find_files, find_folder, open_weights
 from minilora.lora.adapter_keys import check_fit, refuse_unsupported, sort_keys
 from minilora.lora.peft_config import AdapterConfig

@@ -13,7 +13,7 @@ from rich.progress import track
 from safetensors import SafetensorError, safe_open
 
 from minilora.config.errors import CheckpointError, known_names, shown
-from minilora.config.model import read_json_object
+from minilora.config.json_file import read_json_object
 from minilora.model.llama import Llama
 
 logger = logging.getLogger("minilora")

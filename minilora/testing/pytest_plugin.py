@@ -39,18 +39,18 @@ def graph_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def poison() -> Poison:
-    """Fill tensors, or an engine's steps; see `Poison`."""
-    return Poison()
+def poison() -> PoisonFixture:
+    """Fill tensors, or an engine's steps; see `PoisonFixture`."""
+    return PoisonFixture()
 
 
 @pytest.fixture
-def parity(graph_backend: str) -> Parity:
-    """Check functions and engines on one backend; see `Parity`."""
-    return Parity(graph_backend)
+def parity(graph_backend: str) -> ParityFixture:
+    """Check functions and engines on one backend; see `ParityFixture`."""
+    return ParityFixture(graph_backend)
 
 
-class Poison:
+class PoisonFixture:
     """What the `poison` fixture gives."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class Poison:
         return poisoned(llm, *what)
 
 
-class Parity:
+class ParityFixture:
     """What the `parity` fixture gives.
 
     Attributes:
