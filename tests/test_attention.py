@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from minilora.ops.attention import decode_attention, prefill_attention, store_kv
+from minilora.testing import check_replay
 
 # The softmax's weights are rounded once to the dtype, and the output once more.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -289,6 +290,19 @@ def test_prefill_lengths_that_do_not_go_together() -> None:
     ]:
         with pytest.raises(ValueError, match=fault):
             prefill_attention(torch.ones(4, 4, 6), *caches, paged.tables, lens, contexts, 1.0)
+
+
+def test_a_chunk_is_the_same_in_a_recorded_graph() -> None:
+    """Its mask is a subclass of a tensor, which a recorder must not read as a plain one."""
+    paged = Paged([9])
+    static = {"k": paged.k_cache, "v": paged.v_cache, "tables": paged.tables}
+    q = torch.cat([q[4:] for q in paged.q])
+
+    def attend() -> torch.Tensor:
+        return prefill_attention(q, *static.values(), [5], [9], paged.scale)
+
+    checked = check_replay(attend, {"q": q}, [{"q": q.clone()}, {"q": q + 1}], state=static)
+    assert checked == 6
 
 
 # ---- both

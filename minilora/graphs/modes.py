@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minilora.graphs.refusals import refuse_host_read
@@ -21,6 +21,19 @@ class Recorder(Protocol):
 
     def assignment(self) -> AbstractContextManager[None]:
         """Let torch make a tensor of a Python number meanwhile."""
+
+
+@contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Run what a launch runs: no mode sees it. Subclasses of tensors still mean what they do.
+
+    (`torch._C.DisableTorchFunction` would take that from them too: a mask of
+    `torch.nn.attention.bias`, say, would be read as the empty memory below it.)
+    """
+    with ExitStack() as popped:
+        for _ in range(torch._C._len_torch_function_stack()):
+            popped.enter_context(_pop_mode_temporarily())
+        yield
 
 
 class DispatchMode(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from minilora.graphs.arena import Arena, Lifetime
 from minilora.graphs.base import CaptureError, GraphBackend, Static
-from minilora.graphs.modes import DispatchMode, FunctionMode
+from minilora.graphs.modes import DispatchMode, FunctionMode, without_function_modes
 from minilora.graphs.refusals import refuse_launch, where
 from minilora.graphs.tape import ALLOCATIONS, Launch
 from minilora.ops.scratch import filled
@@ -44,7 +44,7 @@ class RecordedGraph:
             self._capture.backend.check_addresses()
             self._capture.backend.poison()
         device = self._capture.device
-        with torch._C.DisableTorchFunction(), filled(), torch.autocast(device, enabled=False):
+        with without_function_modes(), filled(), torch.autocast(device, enabled=False):
             for launch in self._launches:
                 launch.run()
 
@@ -187,7 +187,7 @@ class _RecordedCapture:
             self._constants[_storage(args[0])] = args[0]
         for tensor in inputs:
             self._touch(func, tensor)
-        with torch._C.DisableTorchFunction(), filled():
+        with without_function_modes(), filled():
             result = func(*args, **kwargs)
         leaves = tree_leaves(result)
         fresh = tuple(
