@@ -302,6 +302,60 @@ def test_ctrl_c_waits_for_the_end_of_the_engines_critical_part() -> None:
         pass
 
 
+@pytest.fixture
+def own_handlers() -> Iterator[list[int]]:
+    """Handlers of SIGUSR1, which raises, and of SIGTERM, and what they saw."""
+    seen: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        seen.append(number)
+        if number == signal.SIGUSR1:
+            raise TimeoutError
+
+    kept = {number: signal.signal(number, note) for number in (signal.SIGUSR1, signal.SIGTERM)}
+    yield seen
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_timeout_waits_for_the_end_of_the_engines_critical_part(own_handlers: list[int]) -> None:
+    """A handler that raises inside would be taken for a failed step, or leave a slot in use."""
+    lock, reached = EngineLock(), []
+
+    def step() -> None:
+        with lock:
+            for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(os.getpid(), number)
+            reached.append("the rest of the step")
+
+    before = signal.getsignal(signal.SIGTERM)
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            step()
+    assert len(reached) == 2
+    assert own_handlers == [signal.SIGUSR1, signal.SIGTERM] * 2, "one raises, both are called"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_aborts(make_llm: Any) -> None:
+    """As at a shutdown: the handler wants the lock that its own thread holds or is taking."""
+    llm = make_llm()
+    ids = [llm.add_request(BASE, greedy(30)) for _ in range(3)]
+
+    def abort(*_: Any) -> None:
+        for name in ids:
+            llm.abort(name)
+
+    kept = signal.signal(signal.SIGUSR1, abort)
+    try:
+        during_execute(llm, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        llm.step()
+    finally:
+        signal.signal(signal.SIGUSR1, kept)
+    assert not llm.has_unfinished_requests()
+    assert_nothing_held(llm)
+
+
 def test_the_end_is_seen_only_with_all_of_the_text(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

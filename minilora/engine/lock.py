@@ -1,12 +1,18 @@
-"""`EngineLock`: one thread at a time, in order of arrival, and no Ctrl-C half-way."""
+"""`EngineLock`: one thread at a time, in order of arrival, and no signal half-way."""
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # `signal` without its slow enumerations
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any
+
+# Those that programs handle; some systems lack some.
+_NAMES = ("INT", "TERM", "ALRM", "HUP", "QUIT", "USR1", "USR2", "VTALRM", "PROF")
+_SIGNALS = [int(getattr(signal, f"SIG{name}")) for name in _NAMES if hasattr(signal, f"SIG{name}")]
 
 
 class EngineLock:
@@ -15,20 +21,21 @@ class EngineLock:
     A plain lock goes back at once to a thread that steps in a loop, and others wait for ever.
     Here whoever wants it first passes a turnstile, so the looping thread queues up as well.
 
-    In the main thread, a Ctrl-C inside is delivered at the end: otherwise it could fall between
-    two lines that belong together, and leave a block or a slot to nobody.
+    In the main thread, a Ctrl-C inside is delivered at the end, and so are other signals with a
+    handler in Python, such as a timeout's: otherwise it could fall between two lines that belong
+    together, leave a block or a slot to nobody, or want the lock that its own thread is taking.
     """
 
     def __init__(self) -> None:
         self._turnstile, self._lock = threading.Lock(), threading.Lock()
         self._owner: int | None = None
         self._depth = 0
-        self._deferred: _DeferredInterrupt | None = None  # the main thread's
+        self._deferred: _DeferredSignals | None = None  # the main thread's
 
     def __enter__(self) -> None:
         me = threading.get_ident()
         if self._owner != me:
-            deferred = _DeferredInterrupt.start()  # first: what is acquired must have an owner
+            deferred = _DeferredSignals.start()  # first: what is acquired must have an owner
             with self._turnstile:
                 self._lock.acquire()
             self._owner, self._deferred = me, deferred
@@ -45,30 +52,40 @@ class EngineLock:
             return
         deferred, self._deferred, self._owner = self._deferred, None, None
         self._lock.release()
-        if deferred is not None:  # last: an interrupt before this line is caught, not lost
+        if deferred is not None:  # last: a signal before this line is caught, not lost
             deferred.deliver()
 
 
-class _DeferredInterrupt:
-    """Catches Ctrl-C in the main thread until `deliver`, which hands it on."""
+class _DeferredSignals:
+    """Catches signals in the main thread until `deliver`, which hands them on."""
 
-    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self._handler = handler
-        self._caught: list[tuple[int, FrameType | None]] = []
+    def __init__(self, handlers: dict[int, Callable[[int, FrameType | None], Any]]) -> None:
+        self._handlers = handlers
+        self._caught: dict[int, FrameType | None] = {}
 
     @classmethod
-    def start(cls) -> _DeferredInterrupt | None:
+    def start(cls) -> _DeferredSignals | None:
         """Return None where there is nothing to defer."""
         if threading.current_thread() is not threading.main_thread():
             return None
-        handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):  # it is ignored, or not Python's to handle
+        found = ((number, _signal.getsignal(number)) for number in _SIGNALS)
+        # Others are ignored, or not Python's to handle.
+        handlers = {number: handler for number, handler in found if callable(handler)}
+        if not handlers:
             return None
-        deferred = cls(handler)
-        signal.signal(signal.SIGINT, lambda *seen: deferred._caught.append(seen))
+        deferred = cls(handlers)
+        for number in handlers:
+            _signal.signal(number, deferred._caught.setdefault)
         return deferred
 
     def deliver(self) -> None:
-        signal.signal(signal.SIGINT, self._handler)
-        if self._caught:
-            self._handler(*self._caught[0])
+        """Give the signals back to their handlers, then hand on what came meanwhile."""
+        with ExitStack() as last:  # each is done, whatever another raises
+            last.callback(self._hand_on)
+            for number, handler in self._handlers.items():
+                last.callback(_signal.signal, number, handler)
+
+    def _hand_on(self) -> None:
+        with ExitStack() as each:
+            for number, frame in reversed(self._caught.items()):
+                each.callback(self._handlers[number], number, frame)
