@@ -222,6 +222,29 @@ def test_what_is_refused_replaces_no_adapter(make_llm: Any, zoo: Any) -> None:
     with pytest.raises(RequestError, match="prompt 1 is empty"):
         llm.generate([BASE, []], greedy(), LoRARequest("a", zoo("down-9")), progress=False)
     assert llm.list_adapters() == before
+    loras = [LoRARequest("a", zoo("down-9")), LoRARequest("b", "no/such/folder")]
+    with pytest.raises(AdapterError, match="no/such/folder"):
+        llm.generate([BASE, BASE], greedy(), loras, progress=False)
+    assert llm.list_adapters() == before
+
+
+def test_one_call_with_two_folders_of_one_name(make_llm: Any, zoo: Any) -> None:
+    """Each prompt gets what its own request means, in order, and each folder is read once."""
+    llm = make_llm()
+    llm.load_adapter("a", zoo("down-7"))
+    reads: list[str] = []
+    plain = llm._slots.registry._read
+
+    def read(name: str, path: str) -> Any:
+        reads.append(Path(path).name)
+        return plain(name, path)
+
+    llm._slots.registry._read = read
+    loras = [LoRARequest("a"), LoRARequest("a", zoo("down-9")), LoRARequest("a")]
+    outputs = llm.generate([BASE] * 4, greedy(), [*loras, loras[1]], progress=False)
+    assert [output.token_ids for output in outputs] == [[7] * 4, [9] * 4, [9] * 4, [9] * 4]
+    assert reads == [Path(zoo("down-9")).name]
+    assert_nothing_held(llm)
 
 
 def test_an_engine_built_under_inference_mode_serves_outside_of_it(zoo: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +17,7 @@ from minilora.engine.detokenizer import Detokenizer
 from minilora.engine.request import Request
 from minilora.engine.sampler import make_rng
 from minilora.engine.tokenizer import Tokenizer
-from minilora.lora.registry import AdapterVersion
+from minilora.lora.registry import AdapterVersion, ReadAdapter
 from minilora.lora.slots import AdapterSlots
 
 Prompt = str | Sequence[int]
@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Asked:
-    """What one prompt asks for, checked."""
+    """What one prompt asks for, checked; `read`: the folder of its adapter, if it is a new one."""
 
     text: str | None
     token_ids: list[int]
     params: SamplingParams
     lora_request: LoRARequest | None
+    read: ReadAdapter | None = None
 
 
 class Intake:
@@ -77,13 +78,23 @@ class Intake:
         self._check_adapter(lora_request)
         return Asked(text, token_ids, params, lora_request)
 
-    def load(self, asked: Asked) -> None:
-        """Read the adapter of a prompt at its first use, while others are served.
+    def load(self, asked: Sequence[Asked]) -> list[Asked]:
+        """Read the adapters of some prompts, each folder once, while others are served.
 
         Raises:
-            AdapterError: an unknown or faulty adapter.
+            AdapterError: a faulty adapter; no other one was replaced.
         """
-        self._hold(asked.lora_request, users=0)
+        read: dict[tuple[str, str], ReadAdapter | None] = {}
+        loaded = []
+        for one in asked:
+            request, found = one.lora_request, None
+            if request is not None and request.path is not None and self._slots is not None:
+                key = request.name, request.path
+                if key not in read:
+                    read[key] = self._slots.registry.prepare(*key)
+                found = read[key]
+            loaded.append(replace(one, read=found))
+        return loaded
 
     def make(self, asked: Sequence[Asked], groups: list[list[Request]]) -> None:
         """Add the requests of each prompt to `groups`; if one fails, none is left there.
@@ -107,7 +118,7 @@ class Intake:
         Raises:
             AdapterError: an unknown or faulty adapter.
         """
-        adapter = self._hold(asked.lora_request, asked.params.n)
+        adapter = self._hold(asked)
         try:
             return self._requests_of(asked, adapter)
         except BaseException:
@@ -199,10 +210,11 @@ class Intake:
             if request.adapter is not None and self._slots is not None:
                 self._slots.registry.release(request.adapter)
 
-    def _hold(self, lora_request: LoRARequest | None, users: int) -> AdapterVersion | None:
-        if lora_request is None or self._slots is None:
+    def _hold(self, asked: Asked) -> AdapterVersion | None:
+        request = asked.lora_request
+        if request is None or self._slots is None:
             return None
-        return self._slots.registry.hold(lora_request.name, lora_request.path, users)
+        return self._slots.registry.hold(request.name, request.path, asked.params.n, asked.read)
 
     def _check_adapter(self, lora_request: LoRARequest | None) -> None:
         if lora_request is None:

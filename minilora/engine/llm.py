@@ -232,9 +232,7 @@ class LLM:
             self._intake.check(*one, "the prompt" if polled else f"prompt {index}")
             for index, one in each
         ]
-        for one in asked:
-            self._intake.load(one)
-        return self.core.submit(self._intake, asked, polled)
+        return self.core.submit(self._intake, self._intake.load(asked), polled)
 
     # ---- adapters
 

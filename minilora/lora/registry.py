@@ -51,6 +51,19 @@ class AdapterVersion:
         return self.running == 0 and self.preempted == 0 and not self.pinned
 
 
+@dataclass(frozen=True)
+class ReadAdapter:
+    """An adapter that was read and is nobody's current version yet.
+
+    Attributes:
+        path: of its folder, links resolved.
+        adapter: its weights.
+    """
+
+    path: str
+    adapter: Adapter
+
+
 class AdapterRegistry:
     """Names, versions and host memory; `AdapterSlots` adds the device.
 
@@ -75,28 +88,39 @@ class AdapterRegistry:
         self._first_use = threading.Lock()  # two threads that use a new name load it once
         self._lock = lock
 
-    def load(self, name: str, path: str, users: int = 0) -> AdapterVersion:
-        """Read `path` anew and make it the current version of `name`, held by `users` requests.
+    def load(self, name: str, path: str) -> AdapterVersion:
+        """Read `path` anew and make it the current version of `name`.
 
         The files are read outside the lock, so requests go on meanwhile.
         """
-        resolved = os.path.realpath(path)  # a link may move, and the working folder change
-        adapter = self._read(name, path)
-        with self._lock:
-            version = AdapterVersion(
-                name, next(self._versions), resolved, adapter.digest, adapter.max_rank, None, users
-            )
-            self.retire(name)
-            self._current[name] = version
-            self._keep(version, adapter)
-            return version
+        return self._publish(name, self._read_folder(name, path), users=0)
 
-    def hold(self, name: str, path: str | None, users: int) -> AdapterVersion:
+    def prepare(self, name: str, path: str) -> ReadAdapter | None:
+        """Do the reading of `hold` before it, so that whoever calls that is not kept waiting.
+
+        A new name is loaded. Another folder of a known one is only read: nobody sees it until
+        `hold` makes it current. Two threads that use a new name at once load it once.
+
+        Returns:
+            What `hold` will need; None where it has nothing to read.
+        """
+        if self._hold_if_current(name, path, 0):
+            return None
+        with self._first_use:
+            if self._hold_if_current(name, path, 0):
+                return None
+            if name in self._current:
+                return self._read_folder(name, path)
+            self.load(name, path)
+            return None
+
+    def hold(
+        self, name: str, path: str | None, users: int, read: ReadAdapter | None = None
+    ) -> AdapterVersion:
         """Return the current version of `name`, held by `users` more requests.
 
-        `path` is loaded at its first use; the same name and path opens no file; another path is
-        a reload. Two threads that use a new name at once load it once. Every user must be given
-        back by `release`.
+        With a path that is not the current version's, what `prepare` read of it becomes current.
+        Every user must be given back by `release`.
 
         Raises:
             AdapterError: an unknown name without a path, or what reading the folder found.
@@ -104,11 +128,26 @@ class AdapterRegistry:
         if path is None:
             with self._lock:
                 return self.acquire(self.get(name), users)
-        return self._hold_if_current(name, path, users) or self._load_once(name, path, users)
+        current = self._hold_if_current(name, path, users)
+        if current is None:
+            read = read or self.prepare(name, path)
+            current = self._hold_if_current(name, path, users)
+        return current or self._publish(name, read or self._read_folder(name, path), users)
 
-    def _load_once(self, name: str, path: str, users: int) -> AdapterVersion:
-        with self._first_use:
-            return self._hold_if_current(name, path, users) or self.load(name, path, users)
+    def _read_folder(self, name: str, path: str) -> ReadAdapter:
+        resolved = os.path.realpath(path)  # a link may move, and the working folder change
+        return ReadAdapter(resolved, self._read(name, path))
+
+    def _publish(self, name: str, read: ReadAdapter, users: int) -> AdapterVersion:
+        adapter = read.adapter
+        with self._lock:
+            version = AdapterVersion(
+                name, next(self._versions), read.path, adapter.digest, adapter.max_rank, None, users
+            )
+            self.retire(name)
+            self._current[name] = version
+            self._keep(version, adapter)
+            return version
 
     def _hold_if_current(self, name: str, path: str, users: int) -> AdapterVersion | None:
         with self._lock:
